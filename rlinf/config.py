@@ -1,0 +1,198 @@
+"""The typed schema of every config group.
+
+Each dataclass is one group of `configs/`; a key that is not here is an error. The comment after a field is its
+documentation: `docs/config.md` is generated from this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class WorkflowConfig:
+    name: str = MISSING  # what the run is called; names the default output directory
+    target: str = MISSING  # import path of a function from the config to a Workflow, e.g. my_module.my_flow
+    args: dict[str, Any] = field(default_factory=dict)  # free-form values for a workflow of your own
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING  # smollm2 | tiny | any label when path is given
+    path: str | None = None  # a Hugging Face model directory or hub name; null: built from the name
+    dtype: str = "auto"  # float32 | bfloat16 | auto (float32 on CPU, bfloat16 compute with float32 master on GPU)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    attention: str = "auto"  # attention implementation of transformers; auto: flash_attention_2 where it is, else sdpa
+    trust_remote_code: bool = False  # run Python code that comes with the model directory
+
+
+@dataclass
+class DataConfig:
+    kind: str = MISSING  # reasoning_gym | jsonl | parquet | hf
+    name: str | None = None  # reasoning_gym: task name; hf: data set name
+    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: task parameters; hf: load_dataset arguments
+    train: str | None = None  # jsonl, parquet: file; hf: split name
+    validation: str | None = None  # jsonl, parquet: file; hf: split name; null: held out of train
+    train_size: int = 2048  # reasoning_gym: questions to make; files: at most this many rows (0: all)
+    validation_size: int = 64  # questions held for evaluation, de-duplicated against train
+    question_key: str = "question"  # column with the question (text, or a list of chat messages)
+    answer_key: str = "answer"  # column with the reference answer
+    system: str | None = None  # system message
+    template: str = "{question}"  # text of the user message; {question} is replaced
+    chat_template: str = "auto"  # auto (the tokenizer's own, else plain) | plain
+    max_prompt_tokens: int = 256  # longer prompts are left out, and counted
+    prompts_per_step: int = 8  # prompts in one training iteration
+    shuffle: bool = True  # a new order every epoch, derived from the seed
+
+
+@dataclass
+class RewardConfig:
+    scorer: str = MISSING  # reasoning_gym | math_verify | exact_match | last_number | import path of a function
+    params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the scorer
+    timeout_s: float = 10.0  # a scorer that takes longer is killed; the sample scores error_score and is counted
+    processes: int = 1  # subprocesses that score side by side
+    error_score: float = 0.0  # score of a sample whose scorer failed, timed out, or returned None
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None  # Ray address; null: RAY_ADDRESS, else a running local cluster, else start one
+    devices_per_node: int = 0  # CPU nodes: how many core sets a node is cut into (0: one); GPU nodes: 0 takes all GPUs
+    nodes: int = 0  # nodes to wait for and use; 0: those that are there
+    wait_s: float = 120.0  # how long to wait for nodes, and for each start-up stage, before failing
+    gpus: str = "auto"  # auto (use GPUs where there are any) | never
+    runtime_env: dict[str, Any] = field(default_factory=dict)  # passed to ray.init
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "gae"  # gae | grpo
+    gamma: float = 1.0  # discount (GAE)
+    lam: float = 1.0  # lambda of GAE
+    normalize: str = "batch"  # advantages whitened over: batch | none (GAE); group std division is grpo_std
+    grpo_std: bool = True  # GRPO: divide by the group's standard deviation
+    loss: str = "ppo_clip"  # policy loss
+    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2  # see clip_low
+    dual_clip: float | None = None  # lower bound factor on the loss where the advantage is negative; null: off
+    aggregation: str = "token_mean"  # token_mean | sequence_mean
+    kl_coef: float = 0.0  # weight of the KL to the reference; 0 leaves the reference out of the workflow
+    kl_in: str = "loss"  # loss | reward
+    kl_estimator: str = "k3"  # k1 | k2 | k3; as a loss the gradient is that of the KL itself, whatever the value
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    value_clip: float = 0.2  # value loss clip around the old values; 0: off
+    epochs: int = 1  # passes over a batch
+    mini_batch_size: int = 0  # samples to one optimiser step; 0: the whole batch
+    missing_eos_penalty: float = 0.0  # subtracted from the score of a response cut off by max_new_tokens
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-5  # peak learning rate
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.0  # AdamW, decoupled
+    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0  # optimiser steps of linear warm-up
+    min_lr_ratio: float = 0.0  # the schedule ends at lr times this
+    total_steps: int = 0  # optimiser steps of the schedule; 0: derived from run.steps
+    max_grad_norm: float = 1.0  # global norm clipping; 0: off
+
+
+@dataclass
+class ActorConfig:
+    model: ModelConfig = MISSING  # ${model}
+    algorithm: AlgorithmConfig = MISSING  # ${algorithm}
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dp: int = 0  # data-parallel (FSDP2) ranks; 0: devices / tp
+    tp: int = 1  # tensor-parallel ranks
+    tokens_per_micro_batch: int = 2048  # packed tokens in one forward and backward pass
+    temperature: float = 1.0  # ${rollout.temperature}
+    parity_bound: float = 0.0  # ${rollout.parity_bound}
+
+
+@dataclass
+class CriticConfig:
+    model: ModelConfig = MISSING  # ${model}
+    algorithm: AlgorithmConfig = MISSING  # ${algorithm}
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dp: int = 0  # as actor.dp
+    tp: int = 1  # as actor.tp
+    tokens_per_micro_batch: int = 2048  # as actor.tokens_per_micro_batch
+
+
+@dataclass
+class ReferenceConfig:
+    model: ModelConfig = MISSING  # ${model}
+    dp: int = 0  # as actor.dp
+    tp: int = 1  # as actor.tp
+    tokens_per_micro_batch: int = 4096  # as actor.tokens_per_micro_batch
+    temperature: float = 1.0  # ${rollout.temperature}
+
+
+@dataclass
+class RolloutConfig:
+    model: ModelConfig = MISSING  # ${model}
+    engine: str = "vllm"  # vllm | hf
+    dp: int = 0  # engine replicas; 0: devices / tp
+    tp: int = 1  # tensor-parallel size of one engine
+    samples_per_prompt: int = 4  # responses sampled for each prompt
+    max_new_tokens: int = 32  # responses are cut off here, and marked truncated
+    temperature: float = 1.0  # of training samples; log-probabilities are taken at the same temperature
+    kv_cache_gib: float = 1.0  # memory of the KV cache of an engine on CPU
+    gpu_memory_utilization: float = 0.5  # share of a GPU that an engine may take
+    max_num_seqs: int = 64  # sequences that an engine runs side by side
+    enforce_eager: bool = True  # false: compile (CPU) or capture graphs (GPU); slower to start, faster to run
+    dtype: str = "auto"  # float32 | bfloat16 | auto (float32 on CPU, bfloat16 on GPU)
+    parity_bound: float = 0.05  # mean |engine - trainer| log-probability per token above which the run fails; 0: off
+
+
+@dataclass
+class EvaluationConfig:
+    before: bool = True  # evaluate before the first step
+    after: bool = True  # evaluate after the last step
+    every: int = 0  # evaluate every this many steps; 0: never in between
+    temperature: float = 0.0  # 0: greedy
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 5  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # newest checkpoints that are kept
+    export: bool = True  # write the trained model as a Hugging Face directory at the end
+
+
+@dataclass
+class LoggerConfig:
+    tensorboard: bool = True  # event files under <output_dir>/tensorboard
+    wandb: dict[str, Any] | None = None  # arguments of wandb.init, e.g. {project: rlinf}; null: off
+    mlflow: dict[str, Any] | None = None  # {tracking_uri, experiment}; null: off
+    samples: int = 8  # sample transcripts written per step to <output_dir>/samples.jsonl
+    console: str = "auto"  # auto (live view in a terminal, lines elsewhere) | live | lines | off
+
+
+@dataclass
+class TrainConfig:
+    workflow: WorkflowConfig = MISSING
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    reward: RewardConfig = MISSING
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    steps: int = 12  # training iterations
+    seed: int = 0  # everything random derives from it
+    deterministic: bool = True  # deterministic kernels: the same seed gives the same weights, bit for bit, on CPU
+    output_root: str = "outputs"  # runs without output_dir get <output_root>/<workflow>-<model>/<time>
+    output_dir: str | None = None  # where everything of this run goes
+    resume: str = "never"  # never | auto (newest checkpoint of output_dir, or of the newest run of this name) | a path
+    dry_run: bool = False  # print placement, batch sizes and memory, and start nothing (also --dry-run)

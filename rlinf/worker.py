@@ -1,0 +1,142 @@
+"""Worker: one rank of a role, and the lifecycle that every role keeps.
+
+A worker is a plain object: it can be made and called in a test without Ray. `rlinf.cluster` hosts it in a Ray actor.
+
+Life: ``__init__`` (cheap, keeps the config) -> ``setup`` (builds models, engines, processes) -> stages, in the order
+of its program, with ``onload``/``offload`` where the plan swaps -> ``teardown``. ``state``/``load_state`` are what a
+checkpoint keeps; ``weights``/``receive_weights`` are the two ends of a weight sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinf.m2flow.stage import StageSpec, Unit, stage
+from rlinf.metrics import Recorder
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["RankContext", "StageSpec", "Unit", "Worker", "stage"]
+
+
+def _silent(done: float, total: float) -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who and where a rank is.
+
+    Attributes:
+        group: name of the worker group.
+        rank: rank in the group; ``rank = dp_rank * tp + tp_rank``.
+        world_size: ranks of the group, ``dp * tp``.
+        dp: data-parallel size.
+        tp: tensor-parallel size.
+        device: torch device of the rank.
+        seed: the run's seed; derive from it with `rlinf.seeding.derive`.
+        deterministic: ask for deterministic kernels.
+        output_dir: where the run writes.
+        threads: CPU threads that the rank may use.
+        report: ``report(done, total)`` shows progress within the stage that runs now.
+    """
+
+    group: str = "worker"
+    rank: int = 0
+    world_size: int = 1
+    dp: int = 1
+    tp: int = 1
+    device: str = "cpu"
+    seed: int = 0
+    deterministic: bool = True
+    output_dir: Path = Path(".")
+    threads: int = 1
+    report: Callable[[float, float], None] = field(default=_silent, compare=False)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ``("dp", "tp")`` mesh. Needs the process group, which stands before ``setup`` in a `collective` worker."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind = self.device.split(":")[0]
+        return init_device_mesh(kind, (self.dp, self.tp), mesh_dim_names=("dp", "tp"))
+
+
+class Worker:
+    """Base of all roles. Subclasses declare stages with `stage`.
+
+    Attributes:
+        collective: the ranks of the group form a torch process group (when there are more than one).
+        uses_device: it computes on the group's devices, so that it must hold their lease while it runs.
+        metrics: record metrics here; they are reduced over ranks and shown under the group's name.
+    """
+
+    collective: bool = False
+    uses_device: bool = True
+
+    def __init__(self, cfg: Any, ctx: RankContext) -> None:
+        self.cfg = cfg
+        self.ctx = ctx
+        self.metrics = Recorder()
+
+    def setup(self) -> None:
+        """Build what the stages need. Called once, on all ranks at the same time."""
+
+    def teardown(self) -> None:
+        """Stop processes and free what would outlive this process."""
+
+    def onload(self) -> None:
+        """Bring the state back to the device."""
+
+    def offload(self) -> None:
+        """Free the device; the state stays in host memory."""
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the state of this rank takes when loaded."""
+        return 0
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint must keep: a tree of dicts with tensors (DTensors too) and plain values.
+
+        Called on all ranks at once. The tree has the same keys on every rank.
+        """
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a tree shaped as `state` gives it; tensors may be the very ones that `state` returned."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor) of each parameter, in one order on all ranks; sender of a sync.
+
+        A collective over the group's ranks: every rank must exhaust it. Rank 0 gets the tensors; other ranks may get
+        them too, or empty ones.
+        """
+        raise TypeError(f"{type(self).__name__} has no weights to send; flow.sync's first argument must have")
+
+    def receive_weights(self, version: int, chunks: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+        """Load weights; receiver of a sync. ``chunks`` yields pieces of the full list in order, each read once."""
+        raise TypeError(f"{type(self).__name__} cannot receive weights; flow.sync's second argument must")
+
+    @classmethod
+    def stages(cls) -> dict[str, StageSpec]:
+        """The declared stages by name."""
+        found = {}
+        for name in dir(cls):
+            spec = getattr(getattr(cls, name, None), "__stage__", None)
+            if spec is not None:
+                found[name] = spec
+        return found
