@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Reduction(StrEnum):
@@ -62,6 +63,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._metrics: Metrics = {}
+        self._rows: list[dict[str, Any]] = []
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         self._add(name, Metric(value if weight > 0 else math.nan, weight))
@@ -77,6 +79,14 @@ class Recorder:
 
     def last(self, name: str, value: float) -> None:
         self._add(name, Metric(value, 1.0, Reduction.LAST))
+
+    def rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Rows to be shown as they are, such as sample transcripts."""
+        self._rows += rows
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        taken, self._rows = self._rows, []
+        return taken
 
     def _add(self, name: str, metric: Metric) -> None:
         self._metrics = merge((self._metrics, {name: metric}))

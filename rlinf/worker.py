@@ -38,7 +38,7 @@ class RankContext:
         rank: rank in the group; ``rank = dp_rank * tp + tp_rank``.
         world_size: ranks of the group, ``dp * tp``.
         dp: data-parallel size.
-        tp: tensor-parallel size.
+        tp: tensor-parallel ranks of a replica (1 where a rank spans its replica's devices).
         device: torch device of the rank.
         seed: the run's seed; derive from it with `rlinf.seeding.derive`.
         deterministic: ask for deterministic kernels.
@@ -81,11 +81,14 @@ class Worker:
 
     Attributes:
         collective: the ranks of the group form a torch process group (when there are more than one).
+        spans_tp: one rank drives all ``tp`` devices of a replica (an engine with workers of its own), so that the
+            group has ``dp`` ranks; otherwise each device has a rank.
         uses_device: it computes on the group's devices, so that it must hold their lease while it runs.
         metrics: record metrics here; they are reduced over ranks and shown under the group's name.
     """
 
     collective: bool = False
+    spans_tp: bool = False
     uses_device: bool = True
 
     def __init__(self, cfg: Any, ctx: RankContext) -> None:

@@ -1,0 +1,73 @@
+"""Where a rank's incoming items wait until its program pulls them. Thread-safe; waits on a condition, never polls."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Cancelled(Exception):
+    """The run ends; nobody will send what this rank waits for."""
+
+
+@dataclass
+class _Slot:
+    items: list[Any] = field(default_factory=list)
+    received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    expected: dict[int, int] = field(default_factory=dict)
+
+
+class Mailbox:
+    """Items by key. Each source sends any number of items under a key, then closes it with how many it sent.
+
+    Messages may come in any order: the count in the closing message tells when the key is complete.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, _Slot] = defaultdict(_Slot)
+        self._changed = threading.Condition()
+        self._cancelled = False
+
+    def put(self, key: Hashable, source: int, item: Any) -> None:
+        with self._changed:
+            slot = self._slots[key]
+            slot.items.append(item)
+            slot.received[source] += 1
+            self._changed.notify_all()
+
+    def close(self, key: Hashable, source: int, sent: int) -> None:
+        with self._changed:
+            self._slots[key].expected[source] = sent
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def stream(self, key: Hashable, sources: int) -> Iterator[Any]:
+        """Yield the items as they come, until all ``sources`` have closed the key.
+
+        Raises:
+            Cancelled: `cancel` was called while waiting.
+        """
+        while True:
+            with self._changed:
+                slot = self._slots[key]
+                self._changed.wait_for(lambda: self._cancelled or slot.items or self._complete(slot, sources))
+                if self._cancelled:
+                    raise Cancelled(f"waiting for {key}")
+                items, slot.items = slot.items, []
+                done = self._complete(slot, sources)
+                if done:
+                    del self._slots[key]
+            yield from items
+            if done:
+                return
+
+    @staticmethod
+    def _complete(slot: _Slot, sources: int) -> bool:
+        return len(slot.expected) == sources and all(slot.received[s] >= n for s, n in slot.expected.items())

@@ -1,0 +1,282 @@
+"""The Ray cluster: join or start it, know its devices, hold them for this run, launch ranks on them.
+
+A *device* is a GPU or, on a node without GPUs, a set of cores. One `NodeHold` actor per node holds the node's
+resources through Ray's own accounting, so two runs never share devices unknowingly; ranks then run beside it and are
+told exactly which GPU or cores are theirs, which lets several groups share a device in turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlinf.config import ClusterConfig
+from rlinf.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """An alive node: Ray's id, address, and what it has in all (memory in bytes)."""
+
+    node_id: str
+    ip: str
+    cpus: int
+    gpus: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of the cluster.
+
+    Attributes:
+        index: its number in plans.
+        node: the node that it is on.
+        kind: ``gpu`` or ``cpu``.
+        slot: which of the node's ``slots`` devices it is.
+        slots: how many devices the node is cut into.
+    """
+
+    index: int
+    node: NodeInfo
+    kind: str
+    slot: int
+    slots: int
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that belong to the device."""
+        return max(self.node.cpus // self.slots, 1)
+
+    def __str__(self) -> str:
+        what = f"gpu {self.slot}" if self.kind == "gpu" else f"{self.threads} cores ({self.slot + 1}/{self.slots})"
+        return f"{self.node.ip} {what}"
+
+
+def devices_of(nodes: Sequence[NodeInfo], cfg: ClusterConfig) -> tuple[Device, ...]:
+    """The devices of the nodes, in the order of the nodes. Pure.
+
+    Raises:
+        PlacementError: a node has fewer GPUs or cores than ``cluster.devices_per_node``.
+    """
+    found: list[Device] = []
+    for node in nodes:
+        use_gpus = cfg.gpus == "auto" and node.gpus > 0
+        have = node.gpus if use_gpus else node.cpus
+        slots = cfg.devices_per_node or (node.gpus if use_gpus else 1)
+        if slots > have:
+            what = "GPUs" if use_gpus else "cores"
+            raise PlacementError(
+                f"cluster.devices_per_node={slots}, but node {node.ip} has {have} {what}: lower it to {have} or less"
+            )
+        kind = "gpu" if use_gpus else "cpu"
+        found += [Device(len(found) + slot, node, kind, slot, slots) for slot in range(slots)]
+    return tuple(found)
+
+
+class NodeHold:
+    """Holds a node's resources for this run, and tells what they are."""
+
+    def describe(self) -> dict[str, Any]:
+        import ray
+
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return {"gpus": [str(gpu) for gpu in gpus], "cores": sorted(os.sched_getaffinity(0)), "host": socket.gethostname()}
+
+
+@dataclass
+class Cluster:
+    """A connection to Ray; make it by `connect`, end it by `close`.
+
+    Attributes:
+        nodes: the nodes that this run uses.
+        devices: their devices.
+        started: whether this process started the cluster, and so ends it.
+    """
+
+    cfg: ClusterConfig
+    nodes: tuple[NodeInfo, ...]
+    devices: tuple[Device, ...]
+    started: bool
+    _holds: dict[str, Any] = field(default_factory=dict)
+    _held: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _actors: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def connect(cls, cfg: ClusterConfig, note: Callable[[str], None] = lambda text: None) -> Cluster:
+        """Join the cluster at ``cfg.address``, RAY_ADDRESS or started here by ``ray start``; else start one.
+
+        Raises:
+            PlacementError: the address does not answer, or fewer than ``cfg.nodes`` nodes are there after
+                ``cfg.wait_s`` seconds.
+        """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ranks choose their GPUs themselves (they share them in turns), so Ray must not hide them.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        started = False
+        if not ray.is_initialized():
+            common: dict[str, Any] = {
+                "log_to_driver": False,
+                "logging_level": "ERROR",
+                "runtime_env": cfg.runtime_env or None,
+            }
+            asked = cfg.address or os.environ.get("RAY_ADDRESS")
+            try:
+                context = ray.init(address=asked, **common)
+                started = not asked and _is_local(context)
+            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+                if asked and asked != "local":
+                    raise PlacementError(
+                        f"no Ray cluster answers at {asked} ({error}): start it with `ray start --head`, "
+                        "correct cluster.address or RAY_ADDRESS, or unset both to start one here"
+                    ) from error
+                note(f"the Ray cluster last started here does not answer ({error}); starting another")
+                ray.init(address="local", **common)
+                started = True
+        nodes = _await_nodes(cfg, note)
+        return cls(cfg, nodes, devices_of(nodes, cfg), started)
+
+    def hold(self, note: Callable[[str], None] = lambda text: None) -> None:
+        """Reserve the nodes' resources for this run.
+
+        Raises:
+            PlacementError: others hold them, and did not give them back within ``cluster.wait_s``.
+        """
+        import ray
+
+        for node in self.nodes:
+            mine = [device for device in self.devices if device.node == node]
+            gpus = len(mine) if mine[0].kind == "gpu" else 0
+            cpus = min(node.cpus, max(gpus, 1)) if gpus else node.cpus
+            actor = ray.remote(NodeHold).options(
+                num_cpus=cpus, num_gpus=gpus, scheduling_strategy=_on(node.node_id), max_restarts=0
+            )
+            self._holds[node.node_id] = actor.remote()
+        for node in self.nodes:
+            hold = self._holds[node.node_id]
+            try:
+                self._held[node.node_id] = ray.get(hold.describe.remote(), timeout=self.cfg.wait_s)
+            except ray.exceptions.GetTimeoutError:
+                free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+                raise PlacementError(
+                    f"node {node.ip} has {node.cpus} CPUs and {node.gpus} GPUs, but they are not free after "
+                    f"{self.cfg.wait_s:.0f} s (free in the whole cluster: {free}): another job holds them; "
+                    "wait for it, or raise cluster.wait_s"
+                ) from None
+        note(", ".join(str(device) for device in self.devices))
+
+    def launch(self, cls: type, *args: Any, devices: Sequence[Device] = (), name: str = "", **options: Any) -> Any:
+        """Start an actor on the node of ``devices`` (else on the first node), with its cores or GPUs set.
+
+        ``args`` are passed to ``cls``.
+        """
+        import ray
+
+        node = devices[0].node if devices else self.nodes[0]
+        threads = sum(device.threads for device in devices) or 1
+        held = self._held[node.node_id]
+        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "RLINF_RANK_NAME": name}
+        gpus = [held["gpus"][device.slot] for device in devices if device.kind == "gpu"]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        cores = _cores(held["cores"], devices) if devices and not gpus else ()
+        if cores:
+            env["RLINF_CORES"] = ",".join(map(str, cores))
+        actor = (
+            ray.remote(cls)
+            .options(
+                num_cpus=0,
+                num_gpus=0,
+                max_restarts=0,
+                scheduling_strategy=_on(node.node_id),
+                runtime_env={**self.cfg.runtime_env, "env_vars": {**self.cfg.runtime_env.get("env_vars", {}), **env}},
+                **options,
+            )
+            .remote(*args)
+        )
+        self._actors.append(actor)
+        return actor
+
+    def close(self) -> None:
+        """End every actor of this run; end the cluster if this process started it."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        for actor in [*self._actors, *self._holds.values()]:
+            with contextlib.suppress(Exception):  # already dead, or the cluster is
+                ray.kill(actor)
+        self._actors.clear()
+        self._holds.clear()
+        ray.shutdown()
+
+
+def pin() -> int:
+    """Bind this process to the cores that `Cluster.launch` gave it. Returns the number of threads to use."""
+    cores = os.environ.get("RLINF_CORES")
+    if cores:
+        wanted = {int(core) for core in cores.split(",")} & os.sched_getaffinity(0)
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                os.sched_setaffinity(int(thread), wanted)
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def _cores(available: Sequence[int], devices: Sequence[Device]) -> tuple[int, ...]:
+    """The cores of a CPU node's slots: contiguous runs of nearly equal size."""
+    chosen: list[int] = []
+    for device in devices:
+        start = device.slot * len(available) // device.slots
+        end = (device.slot + 1) * len(available) // device.slots
+        chosen += available[start:end]
+    return tuple(chosen)
+
+
+def _on(node_id: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+
+
+def _is_local(context: Any) -> bool:
+    """Whether `ray.init` started a cluster rather than joined one."""
+    from ray._private import worker
+
+    node = worker._global_node
+    return bool(node is not None and node.is_head() and node.all_processes)
+
+
+def _await_nodes(cfg: ClusterConfig, note: Callable[[str], None]) -> tuple[NodeInfo, ...]:
+    import ray
+
+    deadline = time.monotonic() + cfg.wait_s
+    said = 0.0
+    while True:
+        nodes = tuple(
+            NodeInfo(
+                n["NodeID"],
+                n["NodeManagerAddress"],
+                int(n["Resources"].get("CPU", 0)),
+                int(n["Resources"].get("GPU", 0)),
+                int(n["Resources"].get("memory", 0)),
+            )
+            for n in sorted(ray.nodes(), key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
+            if n["Alive"] and n["Resources"].get("CPU", 0) >= 1
+        )
+        if nodes and len(nodes) >= cfg.nodes:
+            return nodes[: cfg.nodes] if cfg.nodes else nodes
+        if time.monotonic() > deadline:
+            raise PlacementError(
+                f"cluster.nodes={cfg.nodes}, but {len(nodes)} joined within {cfg.wait_s:.0f} s "
+                f"({', '.join(n.ip for n in nodes) or 'none'}): start Ray on the missing ones, or lower cluster.nodes"
+            )
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            note(f"waiting for nodes: {len(nodes)} of {cfg.nodes} are here")
+        time.sleep(0.5)

@@ -1,0 +1,70 @@
+"""Leases: who may use a device now. A pure book of turns, and the thin Ray actor that ranks wait at.
+
+Turns are granted in the order of the plan: a ticket waits for every earlier one whose devices overlap its own. A turn
+is all-or-nothing over its devices, so no two ranks can hold halves of what the other needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlinf.m2flow.compiler import Ticket
+
+
+@dataclass
+class LeaseBook:
+    """State of the turns of one execution (one iteration of one phase).
+
+    ``released[t]`` counts the ranks that gave ticket ``t`` back.
+    """
+
+    tickets: tuple[Ticket, ...]
+    released: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.released = [0] * len(self.tickets)
+
+    def done(self, ticket: int) -> bool:
+        return self.released[ticket] >= self.tickets[ticket].holders
+
+    def blockers(self, ticket: int) -> list[int]:
+        """Earlier tickets on overlapping devices that are not given back yet."""
+        mine = self.tickets[ticket].devices
+        return [t for t in range(ticket) if not self.done(t) and self.tickets[t].devices & mine]
+
+    def release(self, ticket: int) -> None:
+        if self.done(ticket):
+            raise ValueError(f"ticket {ticket} was given back by more ranks than its {self.tickets[ticket].holders}")
+        self.released[ticket] += 1
+
+    @property
+    def finished(self) -> bool:
+        return all(self.done(t) for t in range(len(self.tickets)))
+
+
+class LeaseServer:
+    """Asyncio shell around the books; hosted as a Ray actor that uses no CPU."""
+
+    def __init__(self, tickets: Mapping[str, tuple[Ticket, ...]]) -> None:
+        self._tickets = tickets
+        self._books: dict[tuple[str, int], LeaseBook] = {}
+        self._changed = asyncio.Condition()
+
+    def _book(self, phase: str, execution: int) -> LeaseBook:
+        return self._books.setdefault((phase, execution), LeaseBook(self._tickets[phase]))
+
+    async def acquire(self, phase: str, execution: int, ticket: int) -> None:
+        """Return when it is this ticket's turn."""
+        async with self._changed:
+            book = self._book(phase, execution)
+            await self._changed.wait_for(lambda: not book.blockers(ticket))
+
+    async def release(self, phase: str, execution: int, ticket: int) -> None:
+        async with self._changed:
+            book = self._book(phase, execution)
+            book.release(ticket)
+            if book.finished:
+                self._books.pop((phase, execution))
+            self._changed.notify_all()
