@@ -69,19 +69,19 @@ class ClusterConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "gae"  # gae | grpo
+    advantage: str = "gae"  # gae | grpo | import path of a function from this config to a map of your own
     gamma: float = 1.0  # discount (GAE)
     lam: float = 1.0  # lambda of GAE
     normalize: str = "batch"  # advantages whitened over: batch | none (GAE); group std division is grpo_std
     grpo_std: bool = True  # GRPO: divide by the group's standard deviation
-    loss: str = "ppo_clip"  # policy loss
+    loss: str = "ppo_clip"  # policy loss: ppo_clip | import path of a function, e.g. my_module:my_loss
     clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2  # see clip_low
     dual_clip: float | None = None  # lower bound factor on the loss where the advantage is negative; null: off
     aggregation: str = "token_mean"  # token_mean | sequence_mean
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 leaves the reference out of the workflow
     kl_in: str = "loss"  # loss | reward
-    kl_estimator: str = "k3"  # k1 | k2 | k3; as a loss the gradient is that of the KL itself, whatever the value
+    kl_estimator: str = "auto"  # auto (reward: k1, loss: k3) | k1 | k2 | k3; as a loss the gradient is the KL's own
     entropy_coef: float = 0.0  # weight of the entropy bonus
     value_clip: float = 0.2  # value loss clip around the old values; 0: off
     epochs: int = 1  # passes over a batch
