@@ -13,6 +13,7 @@ Two fields have a meaning everywhere:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
@@ -200,23 +201,33 @@ class Batch(Mapping[str, Field]):
     # Tensors leave as numpy arrays: pickle protocol 5 then carries their memory out of band.
     def __reduce__(self) -> tuple[Any, ...]:
         packed = {
-            name: ("ragged", _pack(f.values), _pack(f.lengths))
+            name: ("ragged", pack_tensor(f.values), pack_tensor(f.lengths))
             if isinstance(f, Ragged)
-            else (("tensor", _pack(f)) if isinstance(f, torch.Tensor) else ("list", f))
+            else (("tensor", pack_tensor(f)) if isinstance(f, torch.Tensor) else ("list", f))
             for name, f in self._fields.items()
         }
         return _unpack_batch, (packed, self._rows)
 
 
-def _pack(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
+def pack_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
+    """A tensor as an array (bfloat16 as its bits) and the name of its dtype."""
     flat = tensor.detach().cpu().contiguous()
     name = str(flat.dtype).removeprefix("torch.")
     return (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy(), name
 
 
-def _unpack(array: np.ndarray, name: str) -> torch.Tensor:
-    # Arrays that come out of shared memory are read-only; torch wants to be told that nobody writes, or a copy.
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+def unpack_tensor(array: np.ndarray, name: str, copy: bool = True) -> torch.Tensor:
+    """The reverse of `pack_tensor`.
+
+    Args:
+        copy: arrays out of shared memory are read-only; copy those, since torch does not know read-only tensors.
+            Without a copy nobody may write to the tensor.
+    """
+    if copy and not array.flags.writeable:
+        array = array.copy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if name == "bfloat16" else tensor
 
 
@@ -224,7 +235,7 @@ def _unpack_batch(packed: dict[str, tuple[Any, ...]], rows: int) -> Batch:
     fields: dict[str, Field] = {}
     for name, (kind, *parts) in packed.items():
         if kind == "ragged":
-            fields[name] = Ragged(_unpack(*parts[0]), _unpack(*parts[1]))
+            fields[name] = Ragged(unpack_tensor(*parts[0]), unpack_tensor(*parts[1]))
         else:
-            fields[name] = _unpack(*parts[0]) if kind == "tensor" else parts[0]
+            fields[name] = unpack_tensor(*parts[0]) if kind == "tensor" else parts[0]
     return Batch(fields, rows=rows)
