@@ -14,8 +14,8 @@ from omegaconf import MISSING
 
 @dataclass
 class WorkflowConfig:
-    name: str = MISSING  # what the run is called; names the default output directory
-    target: str = MISSING  # import path of a function from the config to a Workflow, e.g. my_module.my_flow
+    name: str = ""  # what the run is called; names the default output directory; empty: the function's name
+    target: str = ""  # import path of a function from the config to a Workflow, e.g. my_module.my_flow
     args: dict[str, Any] = field(default_factory=dict)  # free-form values for a workflow of your own
 
 
@@ -31,15 +31,15 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    kind: str = MISSING  # reasoning_gym | jsonl | parquet | hf
+    kind: str = MISSING  # arithmetic | reasoning_gym | jsonl | parquet | hf | import path of a function yielding rows
     name: str | None = None  # reasoning_gym: task name; hf: data set name
-    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: task parameters; hf: load_dataset arguments
+    params: dict[str, Any] = field(default_factory=dict)  # of the task, the function, or load_dataset
     train: str | None = None  # jsonl, parquet: file; hf: split name
     validation: str | None = None  # jsonl, parquet: file; hf: split name; null: held out of train
-    train_size: int = 2048  # reasoning_gym: questions to make; files: at most this many rows (0: all)
+    train_size: int = 2048  # questions to make (tasks), or at most this many to read; 0: all there are
     validation_size: int = 64  # questions held for evaluation, de-duplicated against train
     question_key: str = "question"  # column with the question (text, or a list of chat messages)
-    answer_key: str = "answer"  # column with the reference answer
+    answer_key: str = "answer"  # column with the reference answer; "": the data has none
     system: str | None = None  # system message
     template: str = "{question}"  # text of the user message; {question} is replaced
     chat_template: str = "auto"  # auto (the tokenizer's own, else plain) | plain
@@ -50,11 +50,12 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    scorer: str = MISSING  # reasoning_gym | math_verify | exact_match | last_number | import path of a function
+    scorer: str = MISSING  # last_number | exact_match | contains | char_fraction | math_verify | reasoning_gym | a path
     params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the scorer
     timeout_s: float = 10.0  # a scorer that takes longer is killed; the sample scores error_score and is counted
     processes: int = 1  # subprocesses that score side by side
     error_score: float = 0.0  # score of a sample whose scorer failed, timed out, or returned None
+    memory_gib: float = 4.0  # address space that a scorer's process may take beyond its libraries; 0: no limit
 
 
 @dataclass
@@ -176,7 +177,7 @@ class LoggerConfig:
 
 @dataclass
 class TrainConfig:
-    workflow: WorkflowConfig = MISSING
+    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     reward: RewardConfig = MISSING

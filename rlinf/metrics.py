@@ -14,16 +14,21 @@ class Reduction(StrEnum):
     SUM = "sum"
     MAX = "max"
     MIN = "min"
+    STD = "std"  # population standard deviation of all values
     LAST = "last"  # equal on all ranks; any of them
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``value`` with ``weight`` (the number of tokens, samples, ... behind a mean)."""
+    """``value`` with ``weight`` (the number of tokens, samples, ... behind a mean or a standard deviation).
+
+    ``mean`` is needed by ``STD`` alone: deviations combine about the mean of all values.
+    """
 
     value: float
     weight: float = 1.0
     reduction: Reduction = Reduction.MEAN
+    mean: float = math.nan
 
     def merge(self, other: Metric) -> Metric:
         if self.reduction is not other.reduction:
@@ -34,6 +39,14 @@ class Metric:
                     return other if self.weight == 0 else self
                 weight = self.weight + other.weight
                 return Metric((self.value * self.weight + other.value * other.weight) / weight, weight)
+            case Reduction.STD:
+                if self.weight == 0 or other.weight == 0:
+                    return other if self.weight == 0 else self
+                weight = self.weight + other.weight
+                apart = (self.mean - other.mean) ** 2 * self.weight * other.weight / weight**2
+                variance = (self.value**2 * self.weight + other.value**2 * other.weight) / weight + apart
+                mean = (self.mean * self.weight + other.mean * other.weight) / weight
+                return Metric(math.sqrt(variance), weight, Reduction.STD, mean)
             case Reduction.SUM:
                 return Metric(self.value + other.value, 1.0, Reduction.SUM)
             case Reduction.MAX:
@@ -67,6 +80,11 @@ class Recorder:
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         self._add(name, Metric(value if weight > 0 else math.nan, weight))
+
+    def std(self, name: str, value: float, mean: float, weight: float) -> None:
+        """Population standard deviation ``value`` of ``weight`` values about their ``mean``."""
+        empty = weight <= 0
+        self._add(name, Metric(math.nan if empty else value, weight, Reduction.STD, math.nan if empty else mean))
 
     def sum(self, name: str, value: float) -> None:
         self._add(name, Metric(value, 1.0, Reduction.SUM))
