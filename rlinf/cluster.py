@@ -86,7 +86,11 @@ class NodeHold:
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return {"gpus": [str(gpu) for gpu in gpus], "cores": sorted(os.sched_getaffinity(0)), "host": socket.gethostname()}
+        return {
+            "gpus": [str(gpu) for gpu in gpus],
+            "cores": sorted(os.sched_getaffinity(0)),
+            "host": socket.gethostname(),
+        }
 
 
 @dataclass

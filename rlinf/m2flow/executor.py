@@ -141,7 +141,9 @@ class Executor:
             for target in targets:
                 consumer = self.graph.nodes[target]
                 every = list(range(self.compiled.layout[consumer.worker].ranks))
-                self.wire.close(consumer.worker, every, (phase, execution, node.index, target), ctx.dp_rank, sent[target])
+                self.wire.close(
+                    consumer.worker, every, (phase, execution, node.index, target), ctx.dp_rank, sent[target]
+                )
 
     def _call(self, node: Node, given: Batch) -> Iterator[Batch]:
         if isinstance(node.call, Source):
@@ -218,4 +220,3 @@ def _complete(node: Node, given: Batch, made: Batch) -> Batch:
         )
     ids = {ROW: given[ROW], **({GROUP: given[GROUP]} if GROUP in given else {})}
     return made.plus(**ids)
-

@@ -178,7 +178,13 @@ class Workflow:
         self._inputs: dict[int, Mapping[str, int]] = {}
 
     def worker(
-        self, cls: type[Worker], cfg: Any = None, *, name: str | None = None, dp: int | None = None, tp: int | None = None
+        self,
+        cls: type[Worker],
+        cfg: Any = None,
+        *,
+        name: str | None = None,
+        dp: int | None = None,
+        tp: int | None = None,
     ) -> WorkerHandle:
         """Declare a worker group. ``dp`` and ``tp`` default to those of ``cfg``, else to one rank."""
         if not (isinstance(cls, type) and issubclass(cls, Worker)):

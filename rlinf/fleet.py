@@ -1,0 +1,177 @@
+"""The fleet: all worker groups of a run on their devices. The driver's only handle on them.
+
+It starts them in named stages, tells them to run a phase of their programs, and watches. No row passes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlinf.cluster import Cluster, Device
+from rlinf.group import WorkerGroup, gather, quiet
+from rlinf.m2flow.compiler import Compiled
+from rlinf.m2flow.executor import Report
+from rlinf.m2flow.graph import HOST, Graph
+from rlinf.m2flow.host import Host
+from rlinf.m2flow.lease import LeaseServer
+from rlinf.worker import RankContext, Worker
+
+TEARDOWN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """What the first rank of a group does now."""
+
+    group: str
+    doing: str
+    done: float
+    total: float
+    notes: list[str]
+
+
+@dataclass
+class Fleet:
+    """Make it by `launch`; end it by `close`, whatever happened.
+
+    Attributes:
+        watch: called with a `Glimpse` of each group while the driver waits.
+    """
+
+    cluster: Cluster
+    graph: Graph
+    compiled: Compiled
+    watch: Callable[[Glimpse], None] = lambda glimpse: None
+    groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    _lease: Any = None
+    _executions: int = 0
+    _glimpses: dict[Any, str] = field(default_factory=dict)
+
+    def launch(self, seed: int, deterministic: bool, output_dir: Path) -> None:
+        """Start every rank and connect them.
+
+        Raises:
+            RunFailed: a rank could not start.
+        """
+        self._lease = self.cluster.launch(LeaseServer, self.compiled.tickets, name="lease", max_concurrency=1000)
+        for name, stage in self.compiled.layout.items():
+            cls: type[Worker] = Host if name == HOST else self.graph.workers[name].cls
+            cfg = self.graph if name == HOST else self.graph.workers[name].cfg
+            ctx = RankContext(
+                group=name,
+                world_size=stage.ranks,
+                dp=stage.dp,
+                tp=stage.tp_ranks,
+                seed=seed,
+                deterministic=deterministic,
+                output_dir=output_dir.absolute(),
+            )
+            devices: list[tuple[Device, ...]] = [
+                tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)
+            ]
+            self.groups[name] = WorkerGroup.launch(self.cluster, name, cls, cfg, ctx, devices)
+        peers = {name: group.ranks for name, group in self.groups.items()}
+        self._all("connect", lambda group: (self.graph, self.compiled, peers, self._lease, group.meet))
+
+    def setup(self) -> dict[str, list[int]]:
+        """Build all workers. Returns the bytes on the device, by group and rank."""
+        found = self._all("setup", lambda group: ())
+        sizes: dict[str, list[int]] = {}
+        for (group, _), size in found.items():
+            sizes.setdefault(group, []).append(size)
+        return sizes
+
+    def execute(self, phase: str, version: int) -> list[Report]:
+        """Let every group run its program of this phase once."""
+        self._executions += 1
+        return list(self._all("execute", lambda group: (phase, self._executions, version)).values())
+
+    def save(self, directory: Path) -> dict[str, int]:
+        """Every group writes its state below ``directory``. Returns the ranks of each group."""
+        self._all("save", lambda group: (directory.absolute() / group.name,))
+        return {name: len(group.ranks) for name, group in self.groups.items()}
+
+    def load(self, directory: Path) -> None:
+        self._all("load", lambda group: (directory.absolute() / group.name,))
+
+    def call(self, group: str, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker on every rank of a group."""
+        ranks = self.groups[group]
+        calls = {rank.call.remote(method, *args): (ranks, r) for r, rank in enumerate(ranks.ranks)}
+        return gather(calls, self._tick)
+
+    def close(self) -> None:
+        """End every process of the run: workers get a moment to end their own children, then all are killed."""
+        import ray
+
+        def teardown() -> None:
+            refs = [rank.teardown.remote() for group in self.groups.values() for rank in group.ranks]
+            ray.wait(refs, num_returns=len(refs), timeout=TEARDOWN_S)
+
+        if self.groups:
+            quiet(teardown)
+        quiet(self.cluster.close)
+
+    def _all(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> dict[tuple[str, int], Any]:
+        calls: dict[Any, tuple[WorkerGroup, int]] = {}
+        for group in self.groups.values():
+            for rank, actor in enumerate(group.ranks):
+                calls[getattr(actor, method).remote(*args(group))] = (group, rank)
+        results = gather(calls, self._tick)
+        return {(group.name, rank): result for (group, rank), result in zip(calls.values(), results, strict=True)}
+
+    def _tick(self) -> None:
+        import ray
+
+        if self._glimpses:
+            ready, _ = ray.wait(list(self._glimpses), num_returns=len(self._glimpses), timeout=0)
+            for ref in ready:
+                group = self._glimpses.pop(ref)
+                try:
+                    self.watch(Glimpse(group, *ray.get(ref)))
+                except ray.exceptions.RayError:
+                    continue  # the rank is gone: its own call says so, and why
+        asked = set(self._glimpses.values())
+        for name, group in self.groups.items():
+            if name not in asked:
+                self._glimpses[group.ranks[0].watch.remote()] = name
+
+
+def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, seconds by node) of an execution.
+
+    Metrics are named ``group/metric``; where two stages of a group record the same name, ``group.stage/metric``.
+    Tensor-parallel ranks record the same, so the first of each replica counts. A node's seconds go from its first
+    rank's start to its last rank's end.
+    """
+    from rlinf.metrics import Metrics, merge
+
+    by_node: dict[str, list[Metrics]] = {}
+    spans: dict[str, tuple[float, float]] = {}
+    for report in reports:
+        for span in report.spans:
+            start, end = spans.get(span.name, (span.start, span.end))
+            spans[span.name] = (min(start, span.start), max(end, span.end))
+        if report.rank % compiled.layout[report.group].tp_ranks == 0:
+            for node, metrics in report.metrics.items():
+                by_node.setdefault(node, []).append(metrics)
+    merged = {node: merge(parts) for node, parts in by_node.items()}
+    owners: dict[str, list[str]] = {}
+    for node, metrics in merged.items():
+        for name in metrics:
+            owners.setdefault(f"{node.split('.')[0]}/{name}", []).append(node)
+    values = {}
+    for key, nodes in owners.items():
+        for node in nodes:
+            name = key.split("/", 1)[1]
+            values[key if len(nodes) == 1 else f"{node}/{name}"] = merged[node][name].value
+    seconds = {name: end - start for name, (start, end) in spans.items() if not name.startswith("wait ")}
+    return values, seconds
+
+
+def flatten_rows(reports: list[Report]) -> list[Mapping[str, Any]]:
+    """Sample transcripts of an execution."""
+    return [row for report in reports for row in report.rows]

@@ -1,0 +1,150 @@
+"""Everything that can be known before a model is loaded or a process started is checked here, and shown."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlinf.arithmetic import BatchSizes, batch_sizes, training_bytes
+from rlinf.checkpoint import Checkpoints, Identity, Meta, writable
+from rlinf.cluster import Device, NodeInfo, devices_of
+from rlinf.config import ModelConfig, OptimizerConfig, TrainConfig
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.m2flow.graph import Graph
+from rlinf.m2flow.plan import Stage, collocated, describe, stages
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that may start.
+
+    Attributes:
+        cfg: with every derived value filled in.
+        sizes: batch arithmetic.
+        identity: what its checkpoints are of.
+        resume: the checkpoint to go on from, and its meta.
+        output_dir: where everything goes.
+    """
+
+    cfg: TrainConfig
+    graph: Graph
+    sizes: BatchSizes
+    identity: Identity
+    output_dir: Path
+    resume: tuple[Path, Meta] | None
+
+    def lines(self, devices: Sequence[Device] | None = None) -> list[str]:
+        """What will run, where, in which sizes and how much memory."""
+        here = devices is None
+        found = local_devices(self.cfg) if devices is None else devices
+        plan = collocated(self.graph, len(found))
+        lines = [f"workflow {self.cfg.workflow.name}, model {self.identity.model}"]
+        lines += [f"devices{' (if it runs on this machine alone)' if here else ''}: {'; '.join(map(str, found))}"]
+        lines += ["placement: " + describe(plan)[0], *describe(plan)[1:]]
+        lines += self.sizes.lines()
+        lines += ["memory, estimated (weights, gradients and optimizer; activations come on top):"]
+        lines += [f"  {text}" for text in self._memory(list(stages(plan)))]
+        start = f"resumes {self.resume[0]} (step {self.resume[1].step})" if self.resume else "starts anew"
+        return [*lines, f"{start}; output in {self.output_dir}"]
+
+    def _memory(self, placed: Sequence[Stage]) -> list[str]:
+        from rlinf.models import describe as describe_model
+        from rlinf.models import resolve
+
+        lines = []
+        for stage in placed:
+            section = getattr(self.cfg, stage.worker, None)
+            model = getattr(section, "model", None)
+            if not isinstance(model, ModelConfig):
+                continue
+            parameters = describe_model(resolve(model)).parameters
+            trains = hasattr(section, "optimizer")
+            bytes_ = training_bytes(parameters, stage.ranks) if trains else 4 * parameters // max(stage.tp, 1)
+            if hasattr(section, "kv_cache_gib"):
+                bytes_ += int(section.kv_cache_gib * GIB)
+            lines.append(f"{stage.worker}: {bytes_ / GIB:.2f} GiB a rank x {stage.ranks}")
+        return lines
+
+
+def local_devices(cfg: TrainConfig) -> tuple[Device, ...]:
+    """The devices of this machine, without Ray."""
+    import torch
+
+    cpus = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return devices_of([NodeInfo("here", "this machine", cpus, torch.cuda.device_count(), memory)], cfg.cluster)
+
+
+def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
+    """Check a config against the data, the model and the disk.
+
+    Raises:
+        RlinfError: of the kind that fits, naming the key or row and the remedy.
+    """
+    from rlinf.tracking import check as check_logger
+
+    from rlinf.data import check as check_data
+    from rlinf.models import check_tp, describe, resolve
+    from rlinf.rewards import check as check_reward
+
+    sizes = batch_sizes(cfg)
+    check_data(cfg.data)
+    check_reward(cfg.reward)
+    check_logger(cfg.logger)
+    for role, section in (("actor", cfg.actor), ("critic", cfg.critic), ("reference", cfg.reference)):
+        if role in graph.workers:
+            check_tp(describe(resolve(section.model)), section.tp)
+    info = describe(resolve(cfg.model))
+    name = cfg.workflow.name or cfg.workflow.target.replace(":", ".").rpartition(".")[2]
+    identity = Identity(name, f"{info.architecture}, {info.layers} layers, {info.parameters:,} parameters")
+    root = Path(cfg.output_root) / f"{name}-{cfg.model.name}"
+    output_dir, resume = _place(cfg, root, identity)
+    writable(output_dir.parent if not output_dir.exists() else output_dir)
+    filled = replace(
+        cfg,
+        workflow=replace(cfg.workflow, name=name),
+        output_dir=str(output_dir),
+        actor=replace(cfg.actor, optimizer=_total(cfg.actor.optimizer, sizes, cfg.steps)),
+        critic=replace(cfg.critic, optimizer=_total(cfg.critic.optimizer, sizes, cfg.steps)),
+    )
+    return Ready(filled, graph, sizes, identity, output_dir, resume)
+
+
+def _total(optimizer: OptimizerConfig, sizes: BatchSizes, steps: int) -> OptimizerConfig:
+    total = optimizer.total_steps or sizes.optimizer_steps * steps
+    if optimizer.warmup_steps >= total and optimizer.schedule != "constant":
+        raise ConfigError(
+            f"warmup_steps={optimizer.warmup_steps} leaves nothing of the {total} optimizer steps "
+            f"({sizes.optimizer_steps} a step x steps={steps}) for the {optimizer.schedule} schedule: lower it"
+        )
+    return replace(optimizer, total_steps=total)
+
+
+def _place(cfg: TrainConfig, root: Path, identity: Identity) -> tuple[Path, tuple[Path, Meta] | None]:
+    """Output directory, and the checkpoint to resume."""
+    keep = cfg.checkpoint.keep
+    fresh = Path(cfg.output_dir) if cfg.output_dir else root / time.strftime("%Y-%m-%d_%H-%M-%S")
+    if cfg.resume == "never":
+        if (there := Checkpoints(fresh, keep).latest()) is not None:
+            raise CheckpointError(
+                f"{fresh} holds a run already (its newest checkpoint is {there.name}): go on with resume=auto, "
+                "or give another output_dir"
+            )
+        return fresh, None
+    if cfg.resume == "auto":
+        runs = [fresh] if cfg.output_dir else sorted(root.glob("*/"), reverse=True)
+        found = next((path for run in runs if (path := Checkpoints(run, keep).latest()) is not None), None)
+        if found is None:
+            return fresh, None
+    else:
+        found = Path(cfg.resume)
+    meta = Checkpoints(fresh, keep).verify(found, identity)
+    if meta.step >= cfg.steps:
+        raise ConfigError(f"{found} is at step {meta.step} and steps={cfg.steps}: nothing is left to do; raise steps")
+    inside = found.absolute().parent.parent
+    return (Path(cfg.output_dir) if cfg.output_dir else inside), (found, meta)

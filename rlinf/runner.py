@@ -1,0 +1,198 @@
+"""The run: start the fleet in stages, iterate, evaluate, keep checkpoints, and say at the end where things are."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlinf.console import Console, open_console
+from rlinf.tracking import Samples, Trackers, open_trackers, redact
+
+from rlinf.checkpoint import Checkpoints, Meta, OutputLock
+from rlinf.cluster import Cluster
+from rlinf.failure import RunFailed
+from rlinf.fleet import Fleet, Glimpse, flatten_rows, summarize
+from rlinf.m2flow.compiler import compile_plan
+from rlinf.m2flow.graph import EVALUATE, TRAIN
+from rlinf.m2flow.plan import collocated, to_dict
+from rlinf.preflight import Ready
+
+SCORE = "reward/reward_mean"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        steps: training iterations that are done.
+        before, after: mean validation reward at the run's first and last evaluation; ``None`` without one.
+        checkpoint: the newest checkpoint.
+        export: the trained model as a Hugging Face directory.
+        output_dir: metrics, samples, logs.
+    """
+
+    steps: int
+    before: float | None
+    after: float | None
+    checkpoint: Path | None
+    export: Path | None
+    output_dir: Path
+
+
+def run(ready: Ready) -> Outcome:
+    """Run to the end.
+
+    Raises:
+        RunFailed: a worker failed; it has been shown, and every process of the run has ended.
+        RlinfError: something is wrong that its message tells how to mend.
+    """
+    cfg = ready.cfg
+    console = open_console(cfg.logger)
+    try:
+        with OutputLock(ready.output_dir):
+            return _Run(ready, console).run()
+    except RunFailed as failure:
+        first = failure.first
+        others = f"\n({failure.others} more ranks failed after it)" if failure.others > 0 else ""
+        trace = "" if first.user else f"\n{first.trace}"
+        log = ready.output_dir / "logs" / f"{first.group}-{first.rank}.log"
+        console.error(f"{first.title}{trace}{others}\nits log: {log}")
+        raise
+    finally:
+        console.close()
+
+
+class _Run:
+    def __init__(self, ready: Ready, console: Console) -> None:
+        self.ready = ready
+        self.cfg = ready.cfg
+        self.console = console
+        self.checkpoints = Checkpoints(ready.output_dir, self.cfg.checkpoint.keep)
+        self.step = ready.resume[1].step if ready.resume else 0
+        self.before: float | None = None
+        self.after: float | None = None
+        self.saved: Path | None = ready.resume[0] if ready.resume else None
+        self.fleet: Fleet
+        self.trackers: Trackers
+        self.samples: Samples
+
+    def run(self) -> Outcome:
+        ready, cfg, console = self.ready, self.cfg, self.console
+        config = redact(dataclasses.asdict(cfg))
+        ready.output_dir.mkdir(parents=True, exist_ok=True)
+        with console.stage("cluster"):
+            cluster = Cluster.connect(cfg.cluster, console.note)
+        self.fleet = Fleet(cluster, ready.graph, None, self._watch)  # type: ignore[arg-type]
+        try:
+            plan = collocated(ready.graph, len(cluster.devices))
+            self.fleet.compiled = compile_plan(ready.graph, plan)
+            (ready.output_dir / "plan.json").write_text(json.dumps(to_dict(plan), indent=1) + "\n")
+            (ready.output_dir / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+            console.header(ready.lines(cluster.devices))
+            with console.stage("devices"):
+                cluster.hold(console.note)
+            with console.stage("workers"):
+                self.fleet.launch(cfg.seed, cfg.deterministic, ready.output_dir)
+            with console.stage("models and data"):
+                self.fleet.setup()
+            if ready.resume:
+                with console.stage(f"checkpoint {ready.resume[0].name}"):
+                    self.fleet.load(ready.resume[0])
+            self.samples = Samples(ready.output_dir, self.step + 1)
+            self.trackers = open_trackers(cfg.logger, ready.output_dir, config, self.step + 1)
+            try:
+                return self._iterate()
+            finally:
+                self.trackers.close()
+                self.samples.close()
+        finally:
+            self.fleet.close()
+
+    def _iterate(self) -> Outcome:
+        cfg = self.cfg
+        evaluates = bool(self.ready.graph.phase(EVALUATE))
+        self.console.start(cfg.steps, self.step)
+        if evaluates and cfg.evaluation.before:
+            self._evaluate()
+        while self.step < cfg.steps:
+            self._train_step()
+            last = self.step == cfg.steps
+            due = bool(cfg.evaluation.every) and self.step % cfg.evaluation.every == 0
+            if evaluates and ((last and cfg.evaluation.after) or due):
+                self._evaluate()
+            if last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0):
+                self._save()
+        export = self._export() if cfg.checkpoint.export else None
+        outcome = Outcome(self.step, self.before, self.after, self.saved, export, self.ready.output_dir)
+        self._say(outcome)
+        return outcome
+
+    def _train_step(self) -> None:
+        start = time.monotonic()
+        reports = self.fleet.execute(TRAIN, self.step)
+        values, phases = summarize(reports, self.fleet.compiled)
+        seconds = time.monotonic() - start
+        self.step += 1
+        values["time/step"] = seconds
+        values |= {f"time/{name}": value for name, value in phases.items()}
+        if "rollout/tokens" in values:
+            values["perf/tokens_per_s"] = values["rollout/tokens"] / seconds
+        values["weight_version"] = self.step
+        self.trackers.log(self.step, values)
+        self.samples.write(self.step, flatten_rows(reports))
+        self.console.step(self.step, values, phases)
+
+    def _evaluate(self) -> None:
+        reports = self.fleet.execute(EVALUATE, self.step)
+        values, _ = summarize(reports, self.fleet.compiled)
+        self.trackers.log(self.step, {f"eval/{name}": value for name, value in values.items()})
+        self.console.evaluation(self.step, values)
+        score = values.get(SCORE)
+        if score is not None:
+            self.before = score if self.before is None else self.before
+            self.after = score
+
+    def _save(self) -> None:
+        path = self.checkpoints.begin(self.step)
+        try:
+            sizes = self.fleet.save(path)
+            meta = Meta(
+                self.step,
+                self.step,
+                self.ready.identity.workflow,
+                self.ready.identity.model,
+                sizes,
+                hashlib.sha256(repr(self.cfg).encode()).hexdigest()[:16],
+            )
+            self.saved = self.checkpoints.commit(path, meta)
+        except BaseException:
+            self.checkpoints.abandon(path)
+            raise
+
+    def _export(self) -> Path | None:
+        for sync in self.ready.graph.syncs:
+            if hasattr(self.ready.graph.workers[sync.source].cls, "export"):
+                path = self.ready.output_dir / "export"
+                self.fleet.call(sync.source, "export", path.absolute())
+                return path
+        return None
+
+    def _watch(self, glimpse: Glimpse) -> None:
+        for note in glimpse.notes:
+            self.console.note(f"{glimpse.group}: {note}")
+        if glimpse.doing and not glimpse.doing.startswith("wait"):
+            self.console.progress(glimpse.doing, glimpse.group, glimpse.done, glimpse.total)
+
+    def _say(self, outcome: Outcome) -> None:
+        note = self.console.note
+        note(f"checkpoint   {outcome.checkpoint}")
+        if outcome.export:
+            note(f"model        {outcome.export} (a Hugging Face directory)")
+        note(f"metrics      {outcome.output_dir / 'metrics.jsonl'}, samples.jsonl, logs/, tensorboard/ beside it")
+        if outcome.before is not None and outcome.after is not None:
+            note(f"validation reward {outcome.before:.3f} -> {outcome.after:.3f} in {outcome.steps} steps")
