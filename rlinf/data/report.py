@@ -40,6 +40,7 @@ class DataReport:
         other = "validation" if self.split == "train" else "train"
         return (
             f"{self.split}: {self.prompts} prompts of {self.read} rows{origin} from {self.source} "
-            f"({self.duplicates} duplicates, {self.overlap} shared with {other}, {self.overlong} over {self.max_prompt_tokens} tokens); "
+            f"({self.duplicates} duplicates, {self.overlap} shared with {other}, "
+            f"{self.overlong} over {self.max_prompt_tokens} tokens); "
             f"longest {self.longest} tokens, digest {self.digest[:12]}"
         )
