@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +88,6 @@ class NodeHold:
         return {
             "gpus": [str(gpu) for gpu in gpus],
             "cores": sorted(os.sched_getaffinity(0)),
-            "host": socket.gethostname(),
         }
 
 
@@ -176,7 +174,7 @@ class Cluster:
                 ) from None
         note(", ".join(str(device) for device in self.devices))
 
-    def launch(self, cls: type, *args: Any, devices: Sequence[Device] = (), name: str = "", **options: Any) -> Any:
+    def launch(self, cls: type, *args: Any, devices: Sequence[Device] = (), **options: Any) -> Any:
         """Start an actor on the node of ``devices`` (else on the first node), with its cores or GPUs set.
 
         ``args`` are passed to ``cls``.
@@ -186,24 +184,24 @@ class Cluster:
         node = devices[0].node if devices else self.nodes[0]
         threads = sum(device.threads for device in devices) or 1
         held = self._held[node.node_id]
-        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "RLINF_RANK_NAME": name}
+        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        # A workflow file in the folder where the run was started is importable in its ranks too.
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (os.getcwd(), os.environ.get("PYTHONPATH")) if p)
         gpus = [held["gpus"][device.slot] for device in devices if device.kind == "gpu"]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         cores = _cores(held["cores"], devices) if devices and not gpus else ()
         if cores:
             env["RLINF_CORES"] = ",".join(map(str, cores))
-        actor = (
-            ray.remote(cls)
-            .options(
-                num_cpus=0,
-                num_gpus=0,
-                max_restarts=0,
-                scheduling_strategy=_on(node.node_id),
-                runtime_env={**self.cfg.runtime_env, "env_vars": {**self.cfg.runtime_env.get("env_vars", {}), **env}},
-                **options,
-            )
-            .remote(*args)
+        env_vars = {**self.cfg.runtime_env.get("env_vars", {}), **env}
+        remote = ray.remote(
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,
+            scheduling_strategy=_on(node.node_id),
+            runtime_env={**self.cfg.runtime_env, "env_vars": env_vars},
+            **options,
         )
+        actor = remote(cls).remote(*args)
         self._actors.append(actor)
         return actor
 

@@ -1,4 +1,4 @@
-"""The first failure is the one that is shown: what a rank reports when it fails, and which failure caused the others."""
+"""The first failure is the one that is shown: what a failing rank reports, and which failure caused the others."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Fleet:
         Raises:
             RunFailed: a rank could not start.
         """
-        self._lease = self.cluster.launch(LeaseServer, self.compiled.tickets, name="lease", max_concurrency=1000)
+        self._lease = self.cluster.launch(LeaseServer, self.compiled.tickets, max_concurrency=1000)
         for name, stage in self.compiled.layout.items():
             cls: type[Worker] = Host if name == HOST else self.graph.workers[name].cls
             cfg = self.graph if name == HOST else self.graph.workers[name].cfg
@@ -73,6 +73,9 @@ class Fleet:
                 tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)
             ]
             self.groups[name] = WorkerGroup.launch(self.cluster, name, cls, cfg, ctx, devices)
+        found = self._all("identify", lambda group: ())
+        for name, group in self.groups.items():
+            group.introduce([found[name, rank] for rank in range(len(group.ranks))])
         peers = {name: group.ranks for name, group in self.groups.items()}
         self._all("connect", lambda group: (self.graph, self.compiled, peers, self._lease, group.meet))
 

@@ -206,7 +206,8 @@ class RankHost:
 
     def execute(self, phase: str, execution: int, version: int) -> Report:
         def execute() -> Report:
-            assert self._executor is not None and self._wire is not None
+            assert self._executor is not None
+            assert self._wire is not None
             report = self._executor.run(phase, execution, version)
             self._wire.settle()
             return report
@@ -276,31 +277,26 @@ class WorkerGroup:
         devices: Sequence[Sequence[Device]],
     ) -> WorkerGroup:
         """Start one actor for each entry of ``devices`` (the devices of that rank)."""
-        import ray
-
         host = _methods_in_groups(RankHost)
         ranks = []
         for rank, mine in enumerate(devices):
             kind = "cuda" if mine and mine[0].kind == "gpu" else "cpu"
-            rank_ctx = replace(ctx, rank=rank, device=kind)
             ranks.append(
                 cluster.launch(
                     host,
                     worker,
                     cfg,
-                    rank_ctx,
+                    replace(ctx, rank=rank, device=kind),
                     devices=mine,
-                    name=f"{name}-{rank}",
                     concurrency_groups={MAIL: 1, WATCH: 1},
-                    max_concurrency=1,
                 )
             )
-        group = cls(name, ranks, [("?", 0)] * len(ranks))
-        found = gather({rank.identify.remote(): (group, r) for r, rank in enumerate(ranks)})
-        group.places = [(host_name, pid) for host_name, pid, _, _ in found]
-        group.meet = (found[0][2], found[0][3])
-        del ray
-        return group
+        return cls(name, ranks, [("?", 0)] * len(ranks))
+
+    def introduce(self, found: Sequence[tuple[str, int, str, int]]) -> None:
+        """Take over what the ranks' `RankHost.identify` said."""
+        self.places = [(host_name, pid) for host_name, pid, _, _ in found]
+        self.meet = (found[0][2], found[0][3])
 
 
 def _methods_in_groups(cls: type) -> type:

@@ -69,7 +69,7 @@ class RankContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ``("dp", "tp")`` mesh. Needs the process group, which stands before ``setup`` in a `collective` worker."""
+        """The ``("dp", "tp")`` mesh. Needs the process group, which a `collective` worker has from ``setup`` on."""
         from torch.distributed.device_mesh import init_device_mesh
 
         kind = self.device.split(":")[0]

@@ -57,7 +57,8 @@ class Mailbox:
         while True:
             with self._changed:
                 slot = self._slots[key]
-                self._changed.wait_for(lambda: self._cancelled or slot.items or self._complete(slot, sources))
+                while not (slot.items or self._cancelled or self._complete(slot, sources)):
+                    self._changed.wait()
                 if self._cancelled:
                     raise Cancelled(f"waiting for {key}")
                 items, slot.items = slot.items, []

@@ -141,9 +141,8 @@ class Executor:
             for target in targets:
                 consumer = self.graph.nodes[target]
                 every = list(range(self.compiled.layout[consumer.worker].ranks))
-                self.wire.close(
-                    consumer.worker, every, (phase, execution, node.index, target), ctx.dp_rank, sent[target]
-                )
+                key = (phase, execution, node.index, target)
+                self.wire.close(consumer.worker, every, key, ctx.dp_rank, sent[target])
 
     def _call(self, node: Node, given: Batch) -> Iterator[Batch]:
         if isinstance(node.call, Source):
