@@ -1,0 +1,48 @@
+"""What a rank sets up before it loads a model, and how its state leaves the device and comes back."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rlinf.metrics import Metrics, Recorder, Reduction
+from rlinf.training.collective import Ranks
+from rlinf.worker import RankContext
+
+
+def prepare(ctx: RankContext) -> Ranks:
+    """Ask torch for what the context says, and give the rank's place among the others."""
+    if ctx.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, costs time, changes no result
+    return Ranks(ctx.mesh if ctx.world_size > 1 else None, ctx.device)
+
+
+def on_accelerator(ctx: RankContext) -> bool:
+    """On a CPU there is nowhere to offload to."""
+    return not ctx.device.startswith("cpu")
+
+
+def free_cache(ctx: RankContext) -> None:
+    """Give freed device memory back, for another process to take."""
+    if ctx.device.startswith("cuda"):
+        torch.cuda.synchronize(ctx.device)
+        torch.cuda.empty_cache()
+
+
+def record(recorder: Recorder, metrics: Metrics) -> None:
+    """Hand metrics of a micro-batch to a recorder."""
+    for name, metric in metrics.items():
+        match metric.reduction:
+            case Reduction.MEAN:
+                recorder.mean(name, metric.value, metric.weight)
+            case Reduction.SUM:
+                recorder.sum(name, metric.value)
+            case Reduction.MAX:
+                recorder.max(name, metric.value)
+            case Reduction.MIN:
+                recorder.min(name, metric.value)
+            case Reduction.LAST:
+                recorder.last(name, metric.value)

@@ -1,0 +1,226 @@
+"""Actor: the policy in training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.algorithms.kl import kl_place
+from rlinf.algorithms.losses import PolicyLossInputs, policy_loss
+from rlinf.batch import ROW, Batch
+from rlinf.config import ActorConfig
+from rlinf.errors import ConfigError, RlinfError
+from rlinf.models.load import autocast, load_policy
+from rlinf.models.packed import Packed
+from rlinf.models.source import resolve
+from rlinf.training.collective import Ranks
+from rlinf.training.minibatch import minibatches
+from rlinf.training.runtime import free_cache, on_accelerator, prepare, record
+from rlinf.training.scoring import cut, dummy, score_rows
+from rlinf.training.state import load_training_state, training_state
+from rlinf.training.trainer import StepReport, Trainer
+from rlinf.training.weights import check_names, export, full_weights
+from rlinf.worker import Worker, stage
+
+
+def _train_reads(cfg: ActorConfig) -> tuple[str, ...]:
+    fields = ("prompt_ids", "response_ids", "advantages", "rollout_logprobs")
+    return (*fields, "ref_logprobs") if kl_place(cfg.algorithm) == "loss" else fields
+
+
+class Actor(Worker):
+    """A causal language model trained with a policy loss.
+
+    Attributes:
+        version: training iterations that the weights have seen.
+    """
+
+    collective = True
+    cfg: ActorConfig
+
+    def setup(self) -> None:
+        """Load the model and make its optimiser.
+
+        Raises:
+            ConfigError: the temperature, or the learning-rate schedule, is wrong.
+            ModelError: the model cannot be loaded, spread, or sent under the names that it came with.
+        """
+        if not self.cfg.temperature > 0:
+            raise ConfigError(
+                f"actor.temperature={self.cfg.temperature}: training needs samples from a distribution, above 0"
+            )
+        self.version = 0
+        self.ranks = prepare(self.ctx)
+        self.source = resolve(self.cfg.model)
+        self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
+        check_names(self.model.lm, self.source)
+        self.trainer = Trainer(self.model, self.cfg.optimizer, self.ranks)
+
+    @stage(reads=("prompt_ids", "response_ids"), writes=("old_logprobs",))
+    def logprobs(self, batch: Batch) -> Batch:
+        """Log-probabilities of the responses under the weights as they are: ``old_logprobs``."""
+        values = score_rows(
+            self.model,
+            lambda packed: self._forward(packed)[0],
+            batch,
+            self.cfg.tokens_per_micro_batch,
+            self.ranks,
+            self.ctx.report,
+        )
+        return Batch({"old_logprobs": values})
+
+    @stage(reads=_train_reads, optional=("old_logprobs", "weight_version"), whole=True, updates=True)
+    def train(self, batch: Batch) -> None:
+        """One iteration: ``epochs`` passes over the samples of all ranks, an optimiser step for each minibatch.
+
+        The policy that the ratio is taken against is ``old_logprobs`` where some stage writes them, else
+        ``rollout_logprobs``.
+
+        Raises:
+            RlinfError: engine and trainer disagree about the log-probabilities of the same weights.
+        """
+        algorithm = self.cfg.algorithm
+        row_ids = batch[ROW].tolist() if batch.n else []
+        place = {row: i for i, row in enumerate(row_ids)}
+        everyone = self.ranks.gather_rows(row_ids)
+        plan = [
+            members
+            for epoch in range(algorithm.epochs)
+            for members in minibatches(
+                everyone, algorithm.mini_batch_size, seed=self.ctx.seed, iteration=self.version, epoch=epoch
+            )
+        ]
+        skipped = 0
+        for done, members in enumerate(plan):
+            rows = [place[row] for row in members if row in place]
+            cuts = cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device)
+            parity = _Parity(self.ranks, batch, self.version) if done == 0 else None
+            report = self.trainer.step(
+                cuts,
+                self._loss_of(batch, parity),
+                dummy(self.ctx.device),
+                before=None if parity is None else lambda found=parity: self._check_parity(found),
+            )
+            skipped += report.skipped
+            self._record_step(report)
+            self.ctx.report(done + 1, len(plan))
+        self.metrics.last("skipped_steps", skipped)
+        self.version += 1
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return full_weights(self.model.lm)
+
+    def export(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory. A collective; rank 0 writes."""
+        export(self.model.lm, self.source, directory, write=self.ctx.rank == 0)
+        self.ranks.gather(None)  # nobody goes on before it is written
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, **training_state(self.trainer, self.model.lm)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        load_training_state(self.trainer, self.model.lm, state, self.ctx.rank)
+        self.version = int(state["version"])
+
+    def onload(self) -> None:
+        if on_accelerator(self.ctx):
+            self.trainer.to(self.ctx.device)
+
+    def offload(self) -> None:
+        if on_accelerator(self.ctx):
+            self.trainer.to("cpu")
+            free_cache(self.ctx)
+
+    def nbytes(self) -> int:
+        return self.trainer.nbytes()
+
+    def _forward(self, packed: Packed, training: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with autocast(self.cfg.model, self.ctx.device, sharded=self.ranks.dp > 1):
+            return self.model(
+                packed, self.cfg.temperature, with_entropy=training, entropy_grad=self.cfg.algorithm.entropy_coef != 0
+            )
+
+    def _loss_of(self, batch: Batch, parity: _Parity | None) -> Callable[[Packed], tuple[torch.Tensor, float]]:
+        def loss(packed: Packed) -> tuple[torch.Tensor, float]:
+            logprobs, entropy = self._forward(packed, training=True)
+            if parity is not None:
+                parity.add(packed, logprobs)
+
+            def field(name: str) -> torch.Tensor:
+                if not len(packed.rows):
+                    return torch.zeros_like(logprobs)
+                return batch[name].select(packed.rows).values.to(logprobs)
+
+            terms = policy_loss(
+                PolicyLossInputs(
+                    logprobs=logprobs,
+                    old_logprobs=field("old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"),
+                    advantages=field("advantages"),
+                    lengths=packed.lengths,
+                    entropy=entropy,
+                    ref_logprobs=field("ref_logprobs") if "ref_logprobs" in _train_reads(self.cfg) else None,
+                ),
+                self.cfg.algorithm,
+            )
+            if self.ctx.tp_rank == 0:  # its peers have the same samples
+                record(self.metrics, terms.metrics)
+                self.metrics.sum("tokens", len(packed.targets))
+            return terms.total, terms.denominator
+
+        return loss
+
+    def _record_step(self, report: StepReport) -> None:
+        self.metrics.mean("grad_norm", report.grad_norm)
+        self.metrics.last("lr", report.lr)
+
+    def _check_parity(self, parity: _Parity) -> None:
+        mean, largest = parity.result()
+        self.metrics.last("parity_mean", mean)
+        self.metrics.last("parity_max", largest)
+        bound = self.cfg.parity_bound
+        if parity.total_tokens and bound > 0 and not mean <= bound:
+            raise RlinfError(
+                f"engine and trainer disagree about the log-probabilities of the same weights (version "
+                f"{self.version}): mean gap {mean:.4g}, largest {largest:.4g} over {parity.total_tokens} tokens, bound "
+                f"{bound:.4g}. Look for weights that were not delivered, another dtype, or another temperature; or "
+                "raise rollout.parity_bound"
+            )
+
+
+class _Parity:
+    """How far the log-probabilities that came with the samples are from the trainer's own, in nats a token.
+
+    Samples that other weights made are left out, where the samples say which.
+    """
+
+    def __init__(self, ranks: Ranks, batch: Batch, version: int) -> None:
+        self.ranks = ranks
+        self.batch = batch
+        self.version = version
+        self.gap = self.tokens = self.largest = 0.0
+        self.total_tokens = 0
+
+    @torch.no_grad()
+    def add(self, packed: Packed, logprobs: torch.Tensor) -> None:
+        if not len(packed.rows):
+            return
+        gap = (self.batch["rollout_logprobs"].select(packed.rows).values - logprobs.cpu()).abs()
+        if "weight_version" in self.batch:
+            same = self.batch["weight_version"][packed.rows] == self.version
+            gap = gap[torch.repeat_interleave(same, self.batch["response_ids"].lengths[packed.rows])]
+        if len(gap):
+            self.gap += gap.double().sum().item()
+            self.tokens += len(gap)
+            worst = gap.max().item()
+            self.largest = worst if math.isnan(worst) else max(self.largest, worst)
+
+    def result(self) -> tuple[float, float]:
+        """Mean and largest over all ranks; NaN where no token counts. A collective."""
+        gap, tokens = self.ranks.sum([self.gap, self.tokens])
+        (largest,) = self.ranks.max([self.largest])
+        self.total_tokens = int(tokens)
+        return (gap / tokens, largest) if tokens else (math.nan, math.nan)
