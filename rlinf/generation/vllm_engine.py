@@ -1,0 +1,199 @@
+"""vLLM's engine, stepped in this process: requests go in, the step loop hands completions out as they finish.
+
+With ``tp=1`` the model lives in this process too, and new weights are handed over as they are; with more, vLLM's own
+worker processes each hold a shard and read new weights from a file in shared memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rlinf.errors import ConfigError, ModelError
+from rlinf.generation import weight_transfer
+from rlinf.generation.engine import Chunk, Completion, Engine, EngineSpec, Request
+from rlinf.generation.manifest import Manifest, checkpoint_shapes
+
+# vLLM silently raises a lower temperature to this, and refuses a higher one than that.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+HEAD = "lm_head.weight"
+
+
+class VllmEngine(Engine):
+    """See the module."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._on_gpu = not spec.device.startswith("cpu")
+        self._torn = False
+        self._asleep = False
+        _set_environment(spec)
+
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        weight_transfer.register()
+        args = EngineArgs(
+            model=str(spec.model_dir),
+            skip_tokenizer_init=True,  # tokens in, tokens out
+            trust_remote_code=spec.trust_remote_code,
+            dtype=spec.dtype,  # type: ignore[arg-type]
+            max_model_len=-1,  # the model's own, or what the KV cache can hold
+            max_num_seqs=spec.max_num_seqs,
+            tensor_parallel_size=spec.tp,
+            distributed_executor_backend="uni" if spec.tp == 1 else "mp",
+            enforce_eager=spec.enforce_eager,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **self._memory_arguments(),
+        )
+        self._engine: Any = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self._rpc("init_weight_transfer_engine", init_info={})
+
+    def _memory_arguments(self) -> dict[str, Any]:
+        if self._on_gpu:
+            return {"gpu_memory_utilization": self._spec.gpu_memory_utilization, "enable_sleep_mode": True}
+        return {"kv_cache_memory_bytes": self._spec.kv_cache_bytes}
+
+    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, kwargs=arguments)
+
+    @property
+    def context_length(self) -> int:
+        return self._engine.model_config.max_model_len
+
+    def generate(
+        self, requests: Sequence[Request], *, temperature: float, max_new_tokens: int
+    ) -> Generator[Completion]:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._torn:
+            raise ModelError("the last weight sync failed half-way; this engine's weights are of two versions")
+        if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature={temperature}: vLLM samples at 0 (greedy) or from {LOWEST_TEMPERATURE} to "
+                f"{HIGHEST_TEMPERATURE}; choose one of these, or rollout.engine=hf"
+            )
+        running = {str(request.key): request.key for request in requests}
+        try:
+            for request in requests:
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_new_tokens,
+                    seed=request.seed,
+                    stop_token_ids=list(self._spec.eos_ids),
+                    logprobs=0,  # of the sampled token alone
+                    flat_logprobs=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                prompt = tokens_input(list(request.prompt))
+                self._engine.add_request(str(request.key), prompt, params)
+            while running:
+                for output in self._step():
+                    if output.finished:
+                        yield _completion(running.pop(output.request_id), output.outputs[0])
+        finally:
+            if running:
+                self._engine.abort_request(list(running))
+
+    def _step(self) -> list[Any]:
+        if not self._spec.enforce_eager:
+            return self._engine.step()
+        # enforce_eager leaves out a small function that ranks log-probabilities: compiling it takes 14 s.
+        with torch.compiler.set_stance("force_eager"):
+            return self._engine.step()
+
+    def load_weights(self, chunks: Iterable[Chunk]) -> None:
+        shapes = checkpoint_shapes(self._spec.model_dir)
+        tied = getattr(self._engine.model_config.hf_config, "tie_word_embeddings", False)
+        asleep = self._asleep
+        if asleep:
+            self.wake()
+        self._torn = True
+        self._rpc("start_weight_update")
+        for chunk in Manifest(shapes, optional=[HEAD] if tied else ()).check(chunks):
+            if self._spec.tp == 1:
+                self._rpc("update_weights", update_info={"chunk": chunk})
+            else:
+                with weight_transfer.shared_file(chunk) as path:
+                    self._rpc("update_weights", update_info={"path": str(path)})
+        self._rpc("finish_weight_update")
+        if not self._engine.reset_prefix_cache():
+            raise ModelError("vLLM kept its prefix cache over a weight sync: requests were still running")
+        self._torn = False
+        if asleep:
+            self.sleep()
+
+    def sleep(self) -> None:
+        if self._on_gpu and not self._asleep:
+            self._engine.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
+
+    def nbytes(self) -> int:
+        if self._on_gpu:
+            return int(torch.cuda.get_device_properties(0).total_memory * self._spec.gpu_memory_utilization)
+        weights = sum(file.stat().st_size for file in self._spec.model_dir.glob("*.safetensors"))
+        return weights // self._spec.tp + self._spec.kv_cache_bytes
+
+    def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+
+
+def _completion(key: int, sample: Any) -> Completion:
+    return Completion(
+        key=key,
+        tokens=list(sample.token_ids),
+        logprobs=list(sample.logprobs.logprobs),
+        truncated=sample.finish_reason == "length",
+    )
+
+
+def _set_environment(spec: EngineSpec) -> None:
+    """What vLLM takes from the environment alone. What the user has set there stays."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    # Every start warns of a dozen things that are meant to be so; VLLM_LOGGING_LEVEL=INFO shows them.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if spec.enforce_eager and spec.tp > 1:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # in the worker processes; here see VllmEngine._step
+    if spec.device.startswith("cpu"):
+        if spec.tp > 1:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(spec.tp))
+        return
+    if torch.device(spec.device).index not in (None, 0):
+        raise ConfigError(
+            f"vLLM takes the first GPUs that the process sees, not {spec.device}; set CUDA_VISIBLE_DEVICES for the rank"
+        )
+    if spec.tp > 1:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if spec.batch_invariant and torch.cuda.get_device_capability() >= (9, 0):
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+
+
+def _cores(tp: int) -> str:
+    """This process's cores, cut into ``tp`` sets (``0,1|2,3``); they share cores if there are fewer than sets."""
+    cores = sorted(os.sched_getaffinity(0))
+    sets = [cores[rank::tp] or [cores[rank % len(cores)]] for rank in range(tp)]
+    return "|".join(",".join(map(str, own)) for own in sets)
