@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlinf.algorithms.kl import kl_place
 from rlinf.algorithms.losses import PolicyLossInputs, policy_loss
-from rlinf.batch import ROW, Batch
+from rlinf.batch import Batch
 from rlinf.config import ActorConfig
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.models.load import autocast, load_policy
 from rlinf.models.packed import Packed
 from rlinf.models.source import resolve
 from rlinf.training.collective import Ranks
-from rlinf.training.minibatch import minibatches
-from rlinf.training.runtime import free_cache, on_accelerator, prepare, record
-from rlinf.training.scoring import cut, dummy, score_rows
-from rlinf.training.state import load_training_state, training_state
-from rlinf.training.trainer import StepReport, Trainer
+from rlinf.training.runtime import prepare, record
+from rlinf.training.scoring import score_rows
+from rlinf.training.trainer import Trainer
 from rlinf.training.weights import check_names, export, full_weights
-from rlinf.worker import Worker, stage
+from rlinf.worker import stage
+from rlinf.workers.trained import TrainedWorker
 
 
 def _train_reads(cfg: ActorConfig) -> tuple[str, ...]:
@@ -32,14 +31,9 @@ def _train_reads(cfg: ActorConfig) -> tuple[str, ...]:
     return (*fields, "ref_logprobs") if kl_place(cfg.algorithm) == "loss" else fields
 
 
-class Actor(Worker):
-    """A causal language model trained with a policy loss.
+class Actor(TrainedWorker):
+    """A causal language model trained with a policy loss."""
 
-    Attributes:
-        version: training iterations that the weights have seen.
-    """
-
-    collective = True
     cfg: ActorConfig
 
     def setup(self) -> None:
@@ -58,6 +52,7 @@ class Actor(Worker):
         self.source = resolve(self.cfg.model)
         self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
         check_names(self.model.lm, self.source)
+        self.named = self.model.lm
         self.trainer = Trainer(self.model, self.cfg.optimizer, self.ranks)
 
     @stage(reads=("prompt_ids", "response_ids"), writes=("old_logprobs",))
@@ -83,33 +78,10 @@ class Actor(Worker):
         Raises:
             RlinfError: engine and trainer disagree about the log-probabilities of the same weights.
         """
-        algorithm = self.cfg.algorithm
-        row_ids = batch[ROW].tolist() if batch.n else []
-        place = {row: i for i, row in enumerate(row_ids)}
-        everyone = self.ranks.gather_rows(row_ids)
-        plan = [
-            members
-            for epoch in range(algorithm.epochs)
-            for members in minibatches(
-                everyone, algorithm.mini_batch_size, seed=self.ctx.seed, iteration=self.version, epoch=epoch
-            )
-        ]
-        skipped = 0
-        for done, members in enumerate(plan):
-            rows = [place[row] for row in members if row in place]
-            cuts = cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device)
-            parity = _Parity(self.ranks, batch, self.version) if done == 0 else None
-            report = self.trainer.step(
-                cuts,
-                self._loss_of(batch, parity),
-                dummy(self.ctx.device),
-                before=None if parity is None else lambda found=parity: self._check_parity(found),
-            )
-            skipped += report.skipped
-            self._record_step(report)
-            self.ctx.report(done + 1, len(plan))
-        self.metrics.last("skipped_steps", skipped)
-        self.version += 1
+        for index, cuts in enumerate(self.optimiser_steps(batch)):
+            parity = _Parity(self.ranks, batch, self.version) if index == 0 else None
+            check = None if parity is None else partial(self._check_parity, parity)
+            self.record_step(self.trainer.step(cuts, self._loss_of(batch, parity), self.dummy, before=check))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return full_weights(self.model.lm)
@@ -118,25 +90,6 @@ class Actor(Worker):
         """Write the model as a Hugging Face directory. A collective; rank 0 writes."""
         export(self.model.lm, self.source, directory, write=self.ctx.rank == 0)
         self.ranks.gather(None)  # nobody goes on before it is written
-
-    def state(self) -> dict[str, Any]:
-        return {"version": self.version, **training_state(self.trainer, self.model.lm)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        load_training_state(self.trainer, self.model.lm, state, self.ctx.rank)
-        self.version = int(state["version"])
-
-    def onload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to(self.ctx.device)
-
-    def offload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to("cpu")
-            free_cache(self.ctx)
-
-    def nbytes(self) -> int:
-        return self.trainer.nbytes()
 
     def _forward(self, packed: Packed, training: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         with autocast(self.cfg.model, self.ctx.device, sharded=self.ranks.dp > 1):
@@ -172,10 +125,6 @@ class Actor(Worker):
             return terms.total, terms.denominator
 
         return loss
-
-    def _record_step(self, report: StepReport) -> None:
-        self.metrics.mean("grad_norm", report.grad_norm)
-        self.metrics.last("lr", report.lr)
 
     def _check_parity(self, parity: _Parity) -> None:
         mean, largest = parity.result()

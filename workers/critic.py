@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from rlinf.algorithms.value import ReturnMoments, value_loss
-from rlinf.batch import ROW, Batch
+from rlinf.batch import Batch
 from rlinf.config import CriticConfig
 from rlinf.models.load import autocast, load_value
 from rlinf.models.packed import Packed
 from rlinf.models.source import resolve
-from rlinf.training.minibatch import minibatches
-from rlinf.training.runtime import free_cache, on_accelerator, prepare, record
-from rlinf.training.scoring import cut, dummy, score_rows
-from rlinf.training.state import load_training_state, training_state
+from rlinf.training.runtime import prepare, record
+from rlinf.training.scoring import score_rows
 from rlinf.training.trainer import Trainer
-from rlinf.worker import Worker, stage
+from rlinf.worker import stage
+from rlinf.workers.trained import TrainedWorker
 
 
-class Critic(Worker):
-    """A backbone with a scalar head, trained on returns.
+class Critic(TrainedWorker):
+    """A backbone with a scalar head, trained on returns."""
 
-    Attributes:
-        version: training iterations that the weights have seen.
-    """
-
-    collective = True
     cfg: CriticConfig
 
     def setup(self) -> None:
@@ -41,6 +34,7 @@ class Critic(Worker):
         self.version = 0
         self.ranks = prepare(self.ctx)
         self.model = load_value(resolve(self.cfg.model), self.cfg.model, self.ctx.device, self.ranks.mesh)
+        self.named = self.model
         self.trainer = Trainer(self.model, self.cfg.optimizer, self.ranks)
 
     @stage(reads=("prompt_ids", "response_ids"), writes=("values",))
@@ -52,48 +46,9 @@ class Critic(Worker):
     @stage(reads=("prompt_ids", "response_ids", "values", "returns"), whole=True, updates=True)
     def train(self, batch: Batch) -> None:
         """One iteration: ``epochs`` passes over the samples of all ranks, an optimiser step for each minibatch."""
-        algorithm = self.cfg.algorithm
-        row_ids = batch[ROW].tolist() if batch.n else []
-        place = {row: i for i, row in enumerate(row_ids)}
-        everyone = self.ranks.gather_rows(row_ids)
-        plan = [
-            members
-            for epoch in range(algorithm.epochs)
-            for members in minibatches(
-                everyone, algorithm.mini_batch_size, seed=self.ctx.seed, iteration=self.version, epoch=epoch
-            )
-        ]
         self._record_explained_variance(batch)
-        skipped = 0
-        for done, members in enumerate(plan):
-            rows = [place[row] for row in members if row in place]
-            cuts = cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device)
-            report = self.trainer.step(cuts, self._loss_of(batch), dummy(self.ctx.device))
-            skipped += report.skipped
-            self.metrics.mean("grad_norm", report.grad_norm)
-            self.metrics.last("lr", report.lr)
-            self.ctx.report(done + 1, len(plan))
-        self.metrics.last("skipped_steps", skipped)
-        self.version += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"version": self.version, **training_state(self.trainer, self.model)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        load_training_state(self.trainer, self.model, state, self.ctx.rank)
-        self.version = int(state["version"])
-
-    def onload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to(self.ctx.device)
-
-    def offload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to("cpu")
-            free_cache(self.ctx)
-
-    def nbytes(self) -> int:
-        return self.trainer.nbytes()
+        for cuts in self.optimiser_steps(batch):
+            self.record_step(self.trainer.step(cuts, self._loss_of(batch), self.dummy))
 
     def _forward(self, packed: Packed) -> torch.Tensor:
         with autocast(self.cfg.model, self.ctx.device, sharded=self.ranks.dp > 1):

@@ -5,6 +5,8 @@ Both are modules whose one ``forward`` does everything, so that FSDP's hooks see
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,14 +24,9 @@ class PolicyModel(nn.Module):
         lm: the transformers model; its parameter names are the checkpoint's.
     """
 
-    def __init__(self, lm: nn.Module) -> None:
+    def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
-
-    @property
-    def inner(self) -> nn.Module:
-        """The module whose parameter names are the ones that leave this process."""
-        return self.lm
 
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool = False, entropy_grad: bool = False
@@ -48,7 +45,7 @@ class PolicyModel(nn.Module):
         Returns:
             float32 ``[R]`` each; None instead of the entropy where it was not asked for.
         """
-        lm = self.lm
+        lm: Any = self.lm
         outputs = lm.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
         hidden = outputs.last_hidden_state[0].index_select(0, packed.predict)
 
@@ -82,7 +79,7 @@ class ValueModel(nn.Module):
         value_head: ``hidden -> 1``.
     """
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone
         size = backbone.config.get_text_config(decoder=True).hidden_size
@@ -91,10 +88,6 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    @property
-    def inner(self) -> nn.Module:
-        return self
-
     def forward(self, packed: Packed) -> torch.Tensor:
         """Value of the state before each response token: float32 ``[R]``."""
         outputs = self.backbone(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
@@ -102,7 +95,7 @@ class ValueModel(nn.Module):
         return self.value_head(hidden)[:, 0].float()
 
 
-def output_logits(lm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def output_logits(lm: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Logits ``[R, vocab]`` of final hidden states ``[R, hidden]``."""
     logits = lm.get_output_embeddings()(hidden)
     cap = getattr(lm.config.get_text_config(decoder=True), "final_logit_softcapping", None)
@@ -110,7 +103,7 @@ def output_logits(lm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_output_logits(lm: nn.Module) -> None:
+def check_output_logits(lm: Any) -> None:
     """Make sure that `output_logits` is what the model itself does after its backbone, on three tokens.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from rlinf.errors import ConfigError, ModelError
 from rlinf.models.heads import PolicyModel, ValueModel, check_output_logits
 from rlinf.models.info import describe
 from rlinf.models.parallelize import check_tp, parallelize
+from rlinf.models.quiet import quiet
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +44,7 @@ def attention_kind(cfg: ModelConfig, device: str) -> str:
     return "flash_attention_2" if device.startswith("cuda") and half and is_flash_attn_2_available() else "sdpa"
 
 
-def autocast(cfg: ModelConfig, device: str, sharded: bool) -> ContextManager[Any]:
+def autocast(cfg: ModelConfig, device: str, sharded: bool) -> AbstractContextManager[Any]:
     """The context of a forward pass: FSDP casts by itself, a model that is not sharded needs autocast."""
     dtype = compute_dtype(cfg, device)
     if sharded or dtype is torch.float32:
@@ -85,12 +86,13 @@ def _load(kind: Any, directory: Path, cfg: ModelConfig, device: str, mesh: Devic
     if mesh is not None:
         check_tp(describe(directory, cfg), mesh["tp"].size())
     try:
-        lm = kind.from_pretrained(
-            directory,
-            dtype=torch.float32 if trainable else compute_dtype(cfg, device),
-            attn_implementation=attention_kind(cfg, device),
-            trust_remote_code=cfg.trust_remote_code,
-        )
+        with quiet():
+            lm = kind.from_pretrained(
+                directory,
+                dtype=torch.float32 if trainable else compute_dtype(cfg, device),
+                attn_implementation=attention_kind(cfg, device),
+                trust_remote_code=cfg.trust_remote_code,
+            )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load the model in {directory}: {error}") from error
     # Dropout would make log-probabilities of the same weights differ; policies are trained without it.
@@ -98,9 +100,7 @@ def _load(kind: Any, directory: Path, cfg: ModelConfig, device: str, mesh: Devic
     return lm
 
 
-def _spread(
-    model: Any, backbone: nn.Module, cfg: ModelConfig, device: str, mesh: DeviceMesh | None, trainable: bool
-) -> Any:
+def _spread(model: Any, backbone: Any, cfg: ModelConfig, device: str, mesh: DeviceMesh | None, trainable: bool) -> Any:
     model.requires_grad_(trainable)
     if cfg.gradient_checkpointing and trainable:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -109,6 +109,6 @@ def _spread(
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
+                module.attention_dropout = 0.0  # type: ignore[assignment]
     model.to(device)
     return parallelize(model, mesh, compute_dtype(cfg, device), backbone=backbone)

@@ -12,6 +12,7 @@ from rlinf.config import ModelConfig
 from rlinf.errors import ModelError
 from rlinf.models import smollm2, tiny
 from rlinf.models.cache import build_once
+from rlinf.models.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,8 @@ def resolve(cfg: ModelConfig) -> Path:
         directory = _local_or_hub(cfg.path)
     elif cfg.name in BUILT_IN:
         source = BUILT_IN[cfg.name]
-        directory = build_once(source.cache_name(), source.build)
+        with quiet():
+            directory = build_once(source.cache_name(), source.build)
     else:
         raise ModelError(
             f"model.name={cfg.name!r} is not one of {sorted(BUILT_IN)} and model.path is not set; "

@@ -72,7 +72,7 @@ def build(directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = LlamaForCausalLM(config)
-    digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+    digits = tokenizer.encode("0123456789", add_special_tokens=False)
     _give_prior(model, {**dict.fromkeys(digits, DIGIT_LOGIT), tokenizer.eos_token_id: EOS_LOGIT})
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(directory)

@@ -16,7 +16,7 @@ def prepare(ctx: RankContext) -> Ranks:
     if ctx.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, costs time, changes no result
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # finds bugs, costs time, changes no result
     return Ranks(ctx.mesh if ctx.world_size > 1 else None, ctx.device)
 
 
@@ -38,6 +38,8 @@ def record(recorder: Recorder, metrics: Metrics) -> None:
         match metric.reduction:
             case Reduction.MEAN:
                 recorder.mean(name, metric.value, metric.weight)
+            case Reduction.STD:
+                recorder.std(name, metric.value, metric.mean, metric.weight)
             case Reduction.SUM:
                 recorder.sum(name, metric.value)
             case Reduction.MAX:

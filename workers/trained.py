@@ -1,0 +1,88 @@
+"""What actor and critic have in common: a trainer, its checkpoint, its place on the device, its iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rlinf.batch import ROW, Batch
+from rlinf.models.packed import Packed
+from rlinf.training.collective import Ranks
+from rlinf.training.minibatch import minibatches
+from rlinf.training.runtime import free_cache, on_accelerator
+from rlinf.training.scoring import cut, dummy
+from rlinf.training.state import load_training_state, training_state
+from rlinf.training.trainer import StepReport, Trainer
+from rlinf.worker import Worker
+
+
+class TrainedWorker(Worker):
+    """A worker with a `Trainer`. Its ``setup`` sets the attributes.
+
+    Attributes:
+        version: training iterations that the weights have seen.
+        ranks: the group.
+        trainer: model and optimiser.
+        named: the module within the trainer's model after which parameters are named.
+    """
+
+    collective = True
+    version: int
+    ranks: Ranks
+    trainer: Trainer
+    named: nn.Module
+
+    def optimiser_steps(self, batch: Batch) -> Iterator[list[Packed]]:
+        """One training iteration: this rank's micro-batches for each optimiser step of each epoch.
+
+        After the last one ``version`` counts one more. A collective.
+        """
+        algorithm = self.cfg.algorithm
+        row_ids = batch[ROW].tolist() if batch.n else []
+        place = {row: i for i, row in enumerate(row_ids)}
+        everyone = self.ranks.gather_rows(row_ids)
+        plan = [
+            members
+            for epoch in range(algorithm.epochs)
+            for members in minibatches(
+                everyone, algorithm.mini_batch_size, seed=self.ctx.seed, iteration=self.version, epoch=epoch
+            )
+        ]
+        for done, members in enumerate(plan):
+            rows = [place[row] for row in members if row in place]
+            yield cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device)
+            self.ctx.report(done + 1, len(plan))
+        self.version += 1
+
+    def record_step(self, report: StepReport) -> None:
+        """Metrics that every optimiser step has."""
+        self.metrics.mean("grad_norm", report.grad_norm)
+        self.metrics.last("lr", report.lr)
+        if self.ctx.rank == 0:  # all ranks skip the same steps, and metrics are summed over ranks
+            self.metrics.sum("skipped_steps", float(report.skipped))
+
+    @property
+    def dummy(self) -> Packed:
+        """A micro-batch of nothing."""
+        return dummy(self.ctx.device)
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, **training_state(self.trainer, self.named)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        load_training_state(self.trainer, self.named, state, self.ctx.rank)
+        self.version = int(state["version"])
+
+    def onload(self) -> None:
+        if on_accelerator(self.ctx):
+            self.trainer.to(self.ctx.device)
+
+    def offload(self) -> None:
+        if on_accelerator(self.ctx):
+            self.trainer.to("cpu")
+            free_cache(self.ctx)
+
+    def nbytes(self) -> int:
+        return self.trainer.nbytes()
