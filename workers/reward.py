@@ -8,7 +8,7 @@ import torch
 
 from rlinf.batch import Batch
 from rlinf.config import RewardConfig
-from rlinf.rewards import Sample, Scored, ScorerPool, check
+from rlinf.rewards import Sample, Scored, ScorerPool
 from rlinf.worker import RankContext, Worker, stage
 
 log = logging.getLogger("rlinf.reward")
@@ -34,7 +34,6 @@ class Reward(Worker):
         Raises:
             ConfigError: the scorer does not exist or cannot be loaded.
         """
-        check(self.cfg)
         self._pool = ScorerPool(self.cfg)
 
     def teardown(self) -> None:

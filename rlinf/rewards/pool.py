@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from rlinf.config import RewardConfig
 from rlinf.errors import ConfigError
+from rlinf.rewards.scorers import check_settings
 
 START_S = 120.0  # to import a scorer's libraries, on a busy machine
 MESSAGE_S = 10.0  # for one message to pass through the pipe
@@ -158,10 +159,11 @@ class ScorerPool:
         cfg: which scorer, its parameters, its time, how many subprocesses.
 
     Raises:
-        ConfigError: the scorer cannot be loaded in its subprocess; carries the reason that it gave.
+        ConfigError: a setting makes no sense, or the scorer cannot be loaded in its subprocess; carries the reason.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
+        check_settings(cfg)
         self._cfg = cfg
         settings = {"scorer": cfg.scorer, "params": dict(cfg.params), "memory_gib": cfg.memory_gib}
         self._slots = [_Slot(pickle.dumps(settings)) for _ in range(cfg.processes)]

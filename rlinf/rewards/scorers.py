@@ -8,6 +8,7 @@ it names: ``score(response, answer)`` will do.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -164,6 +165,18 @@ def warm_up(name: str) -> None:
         SCORERS.get(name).warm_up()
 
 
+def check_settings(cfg: RewardConfig) -> None:
+    """Raise `ConfigError` for numbers that make no sense."""
+    if not cfg.timeout_s > 0:
+        raise ConfigError(f"reward.timeout_s={cfg.timeout_s}; expected more than 0 seconds")
+    if cfg.processes < 1:
+        raise ConfigError(f"reward.processes={cfg.processes}; expected at least 1")
+    if cfg.memory_gib < 0:
+        raise ConfigError(f"reward.memory_gib={cfg.memory_gib}; expected 0 (no limit) or more")
+    if not math.isfinite(cfg.error_score):
+        raise ConfigError(f"reward.error_score={cfg.error_score}; expected a finite number")
+
+
 def check(cfg: RewardConfig) -> None:
     """Find what is wrong with a `RewardConfig` before anything starts.
 
@@ -172,10 +185,5 @@ def check(cfg: RewardConfig) -> None:
     Raises:
         ConfigError: names the key, what was found and what was expected.
     """
-    if not cfg.timeout_s > 0:
-        raise ConfigError(f"reward.timeout_s={cfg.timeout_s}; expected more than 0 seconds")
-    if cfg.processes < 1:
-        raise ConfigError(f"reward.processes={cfg.processes}; expected at least 1")
-    if cfg.memory_gib < 0:
-        raise ConfigError(f"reward.memory_gib={cfg.memory_gib}; expected 0 (no limit) or more")
+    check_settings(cfg)
     load_scorer(cfg.scorer, cfg.params)
