@@ -51,7 +51,8 @@ def typed(node: Any) -> TrainConfig:
     """An OmegaConf tree as dataclasses. Interpolations are resolved, missing values are errors."""
     from omegaconf import OmegaConf
 
-    missing = sorted(OmegaConf.missing_keys(node) - {"hydra"})
+    _check_keys(node, TrainConfig)
+    missing = sorted(key for key in OmegaConf.missing_keys(node) if not key.startswith("hydra"))
     if missing:
         raise ConfigError(f"no value is set for {', '.join(missing)}: give one, e.g. {missing[0]}=...")
     config = OmegaConf.to_object(node)
@@ -83,27 +84,36 @@ def explain(error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
     text = str(error).strip()
-    if found := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", text) or re.search(
-        r"Could not override '([\w/]+)'.*?([\w.-]*)$", text.split("\n")[0]
-    ):
-        group, choice = found[1], found[2]
-        choices = groups().get(group, [])
-        if choices and choice:
-            near = difflib.get_close_matches(choice, choices, n=1)
-            hint = f"did you mean {group}={near[0]}? " if near else ""
-            return ConfigError(f"there is no {group} {choice!r}: {hint}there are {', '.join(choices)}")
-    key = ""
-    if (
-        found := re.search(
-            r"Could not (?:override|append to config\. An item is already at|delete[^']*) '([^']+)'", text
-        )
-    ) or (found := re.search(r"full_key: (\S+)", text)):
-        key = found[1]
-    unknown = any(sign in text for sign in ("not in struct", "Key '", "No match in the defaults list"))
-    if key and unknown and key.lstrip("+~") not in set(keys()):
-        return ConfigError(f"there is no config key {key!r}{_nearest(key)}; docs/config.md lists all")
-    first = text.split("\n")[0]
-    return ConfigError(f"{key}: {first}" if key and key not in first else first or type(error).__name__)
+    if found := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", text):
+        choices = groups().get(found[1], [])
+        near = difflib.get_close_matches(found[2], choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return ConfigError(f"there is no {found[1]} {found[2]!r}: {hint}there are {', '.join(choices)}")
+    if found := re.search(r"Could not (?:override|delete[^']*) '([^']+)'", text):
+        return _unknown(found[1])
+    if found := re.search(r"Error merging override (\S+?)=(.*)", text):
+        reason = str(error.__cause__ or text).split("\n")[0]
+        return ConfigError(f"{found[1]}={found[2]}: {reason}")
+    return ConfigError(text.split("\n")[0] or type(error).__name__)
+
+
+def _unknown(key: str) -> ConfigError:
+    return ConfigError(f"there is no config key {key!r}{_nearest(key)}; docs/config.md lists all")
+
+
+def _check_keys(node: Any, cls: type, prefix: str = "") -> None:
+    """Hydra's ``+key=`` opens a schema, and ``~key`` takes from it: neither may pass."""
+    hints = typing.get_type_hints(cls)
+    known = {entry.name for entry in dataclasses.fields(cls)}
+    for name in node:
+        key = f"{prefix}{name}"
+        if name not in known and key != "hydra":
+            raise _unknown(key)
+        if name in known and dataclasses.is_dataclass(hints[name]):
+            _check_keys(node[name], typing.cast(type, hints[name]), key + ".")
+    gone = sorted(known - set(node))
+    if gone:
+        raise ConfigError(f"{prefix}{gone[0]} cannot be taken out of the config: set it to a value instead")
 
 
 def _nearest(key: str) -> str:

@@ -1,0 +1,227 @@
+"""Ranks interpret their programs over a plain in-process wire: the same code that runs over Ray."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from rlinf.batch import Batch
+from rlinf.channel.mailbox import Mailbox
+from rlinf.errors import WorkflowError
+from rlinf.m2flow.compiler import compile_plan
+from rlinf.m2flow.executor import Executor
+from rlinf.m2flow.graph import HOST, TRAIN, Graph, Workflow
+from rlinf.m2flow.host import Host
+from rlinf.m2flow.lease import LeaseBook
+from rlinf.m2flow.plan import collocated
+from rlinf.m2flow.stage import StageSpec, Unit
+from rlinf.worker import RankContext, Worker, stage
+
+
+class Local:
+    """A wire between threads of one process."""
+
+    def __init__(self, tickets: Any) -> None:
+        self.boxes: dict[tuple[str, int], Mailbox] = {}
+        self.tickets = tickets
+        self.books: dict[Any, LeaseBook] = {}
+        self.changed = threading.Condition()
+
+    def send(self, group, ranks, key, source, item) -> None:
+        for rank in ranks:
+            self.boxes[group, rank].put(key, source, item)
+
+    def close(self, group, ranks, key, source, sent) -> None:
+        for rank in ranks:
+            self.boxes[group, rank].close(key, source, sent)
+
+    def acquire(self, phase, execution, ticket) -> None:
+        with self.changed:
+            book = self.books.setdefault((phase, execution), LeaseBook(self.tickets[phase]))
+            assert self.changed.wait_for(lambda: not book.blockers(ticket), timeout=10)
+
+    def release(self, phase, execution, ticket) -> None:
+        with self.changed:
+            self.books[phase, execution].release(ticket)
+            self.changed.notify_all()
+
+
+def execute(graph: Graph, devices: int, iterations: int = 1) -> dict[tuple[str, int], Worker]:
+    compiled = compile_plan(graph, collocated(graph, devices))
+    wire = Local(compiled.tickets)
+    executors = {}
+    for group, layout in compiled.layout.items():
+        for rank in range(layout.ranks):
+            ctx = RankContext(group, rank, layout.ranks, layout.dp, layout.tp_ranks)
+            spec = graph.workers.get(group)
+            worker = Host(graph, ctx) if spec is None else spec.cls(spec.cfg, ctx)
+            wire.boxes[group, rank] = Mailbox()
+            executors[group, rank] = Executor(graph, compiled, worker, wire.boxes[group, rank], wire)
+    failures: list[BaseException] = []
+
+    def loop(executor: Executor) -> None:
+        try:
+            for i in range(iterations):
+                executor.run(TRAIN, i, i)
+        except BaseException as error:
+            failures.append(error)
+            for box in wire.boxes.values():
+                box.cancel()
+
+    threads = [threading.Thread(target=loop, args=(e,)) for e in executors.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return {key: executor.worker for key, executor in executors.items()}
+
+
+class Numbers:
+    writes = ("x", "tag")
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def setup(self) -> None: ...
+
+    def next_batch(self) -> Batch:
+        ids = torch.arange(self.at, self.at + 6)
+        self.at += 6
+        return Batch({"row_id": ids, "x": ids.double(), "tag": [f"t{i}" for i in ids.tolist()]})
+
+    def state(self) -> dict:
+        return {"at": self.at}
+
+    def load_state(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+class Twice(Worker):
+    @stage(reads=("x",), writes=("y",), unit=Unit.GROUP, expands=True)
+    def double(self, batch: Batch):
+        for i in reversed(range(batch.n)):  # pieces may come in any order
+            ids = batch["row_id"][i] * 2 + torch.arange(2)
+            y = batch["x"][i] + torch.arange(2).double() / 2
+            yield Batch(
+                {"row_id": ids, "group_id": batch["row_id"][i].repeat(2), "parent": torch.tensor([i, i]), "y": y}
+            )
+
+
+class Sum(Worker):
+    def __init__(self, cfg: Any, ctx: RankContext) -> None:
+        super().__init__(cfg, ctx)
+        self.rows: list[tuple[int, float, float, str]] = []
+
+    @stage(reads=("y", "z", "tag"), whole=True, updates=True)
+    def add(self, batch: Batch) -> None:
+        self.rows += zip(batch["row_id"].tolist(), batch["y"].tolist(), batch["z"].tolist(), batch["tag"], strict=True)
+
+
+class Negate:
+    __stage__ = StageSpec("negate", reads=("y",), writes=("z",))
+
+    def __call__(self, batch: Batch, metrics: Any) -> Batch:
+        return Batch({"z": -batch["y"]})
+
+
+def doubling(dp: int, tp: int) -> Graph:
+    flow = Workflow("w")
+    samples = flow.worker(Twice, dp=dp).double(flow.source(Numbers()))
+    flow.worker(Sum, dp=dp, tp=tp).add(flow.map(Negate(), samples))
+    return flow.build()
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)])
+def test_every_row_arrives_once_with_its_fields_matched_by_id_at_any_layout(dp: int, tp: int) -> None:
+    workers = execute(doubling(dp, tp), devices=dp * tp, iterations=2)
+    expected = sorted((2 * i + j, i + j / 2, -(i + j / 2), f"t{i}") for i in range(12) for j in range(2))
+    for t in range(tp):
+        rows = [row for d in range(dp) for row in workers["sum", d * tp + t].rows]
+        assert sorted(rows) == expected
+
+
+def test_rows_come_in_the_order_of_their_ids() -> None:
+    rows = execute(doubling(1, 1), devices=1)["sum", 0].rows
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+class Source2(Worker):
+    def __init__(self, cfg: Any, ctx: RankContext) -> None:
+        super().__init__(cfg, ctx)
+        self.w = torch.zeros(4)
+        self.sent = 0
+
+    @stage(reads=("y",), updates=True, whole=True)
+    def train(self, batch: Batch) -> None:
+        self.w += 1
+
+    def weights(self):
+        self.sent += 1
+        yield "a", self.w
+        yield "b", self.w * 2
+
+
+class Sink(Worker):
+    def __init__(self, cfg: Any, ctx: RankContext) -> None:
+        super().__init__(cfg, ctx)
+        self.seen: list[tuple[int, float]] = []
+
+    def receive_weights(self, version, chunks) -> None:
+        self.version = version
+        got = dict(pair for chunk in chunks for pair in chunk)
+        assert set(got) == {"a", "b"}
+        self.a = float(got["a"][0])
+
+    @stage(reads=("x",), writes=("y",))
+    def use(self, batch: Batch) -> Batch:
+        self.seen.append((self.version, self.a))
+        return Batch({"y": batch["x"]})
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 3), (3, 1)])
+def test_generation_sees_the_weights_of_the_last_update_at_any_m_to_n(senders: int, receivers: int) -> None:
+    flow = Workflow("w")
+    sink, source = flow.worker(Sink, dp=receivers), flow.worker(Source2, dp=senders)
+    source.train(sink.use(flow.source(Numbers())))
+    flow.sync(source, sink)
+    workers = execute(flow.build(), devices=3, iterations=3)
+    for rank in range(receivers):
+        assert workers["sink", rank].seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert workers["source2", 0].sent == 3
+
+
+class Short(Worker):
+    @stage(reads=("x",), writes=("y",))
+    def lose(self, batch: Batch) -> Batch:
+        return Batch({"y": batch["x"][1:]})
+
+
+class Silent(Worker):
+    @stage(reads=("x",), writes=("y",))
+    def say(self, batch: Batch) -> Batch:
+        return Batch({"why": batch["x"]})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "text"),
+    [
+        (Short, "lose", "got 6 rows and returned 5"),
+        (Silent, "say", r"declares that it writes \['y'\]; it returned \['why'\]"),
+    ],
+)
+def test_a_stage_that_breaks_its_declaration_is_named(cls: type[Worker], name: str, text: str) -> None:
+    flow = Workflow("w")
+    getattr(flow.worker(cls), name)(flow.source(Numbers()))
+    with pytest.raises(WorkflowError, match=text):
+        execute(flow.build(), devices=1)
+
+
+def test_the_cursor_of_each_source_is_the_hosts_state() -> None:
+    host = execute(doubling(1, 1), devices=1, iterations=2)[HOST, 0]
+    assert host.state() == {"host.source0": {"at": 12}}
