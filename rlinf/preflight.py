@@ -86,11 +86,11 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
     Raises:
         RlinfError: of the kind that fits, naming the key or row and the remedy.
     """
-    from rlinf.tracking import check as check_logger
-
     from rlinf.data import check as check_data
-    from rlinf.models import check_tp, describe, resolve
+    from rlinf.models import describe, resolve
+    from rlinf.models.parallelize import check_tp
     from rlinf.rewards import check as check_reward
+    from rlinf.tracking import check as check_logger
 
     sizes = batch_sizes(cfg)
     check_data(cfg.data)

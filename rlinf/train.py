@@ -105,11 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     register()
     signal.signal(signal.SIGTERM, _terminate)
 
+    ended: list[BaseException] = []
+
     def job(node: Any) -> None:
-        train(typed(node))
+        # Hydra prints a line of its own about an error that passes through it; this one goes around it.
+        try:
+            train(typed(node))
+        except BaseException as error:
+            ended.append(error)
 
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(job)()
+        if ended:
+            raise ended[0]
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

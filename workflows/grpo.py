@@ -1,6 +1,6 @@
 """GRPO: advantages relative to the other samples of a prompt, no critic (Shao et al., 2024, arXiv:2402.03300)."""
 
-from rlinf.algorithms import grpo as group_relative
+from rlinf.algorithms.advantages import grpo as group_relative
 from rlinf.config import TrainConfig
 from rlinf.data import Prompts
 from rlinf.m2flow.graph import Workflow

@@ -1,6 +1,6 @@
 """PPO with a critic (Schulman et al., 2017, arXiv:1707.06347), as used for language models (arXiv:2203.02155)."""
 
-from rlinf.algorithms import gae
+from rlinf.algorithms.advantages import gae
 from rlinf.config import TrainConfig
 from rlinf.data import Prompts
 from rlinf.m2flow.graph import Workflow

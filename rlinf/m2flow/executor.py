@@ -17,6 +17,7 @@ from rlinf.channel.routing import route
 from rlinf.errors import WorkflowError
 from rlinf.m2flow.compiler import Acquire, Compiled, Pull, ReceiveWeights, Release, Run, SendWeights
 from rlinf.m2flow.graph import Graph, Node, Source
+from rlinf.m2flow.host import Host
 from rlinf.metrics import Metrics
 from rlinf.worker import Worker
 
@@ -146,7 +147,8 @@ class Executor:
 
     def _call(self, node: Node, given: Batch) -> Iterator[Batch]:
         if isinstance(node.call, Source):
-            yield node.call.next_batch()
+            assert isinstance(self.worker, Host)  # it alone runs sources, and keeps their cursors
+            yield self.worker.sources[node.name].next_batch()
             return
         if node.call is not None:
             made = node.call(given, self.worker.metrics)
