@@ -38,7 +38,6 @@ class VllmEngine(Engine):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        weight_transfer.register()
         args = EngineArgs(
             model=str(spec.model_dir),
             skip_tokenizer_init=True,  # tokens in, tokens out
@@ -52,11 +51,14 @@ class VllmEngine(Engine):
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+            worker_extension_cls=weight_transfer.EXTENSION,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **self._memory_arguments(),
         )
+        set_num_threads = torch.set_num_threads
         self._engine: Any = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        torch.set_num_threads = set_num_threads  # vLLM puts a function in its place that does nothing
         self._rpc("init_weight_transfer_engine", init_info={})
 
     def _memory_arguments(self) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlinf.errors import ModelError
 from rlinf.generation.engine import Chunk
+from rlinf.generation.weight_transfer import BACKEND
 
 
 @dataclass
@@ -78,3 +80,10 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+class WorkerExtension:
+    """vLLM mixes this into its workers, and so imports this module in each of its processes."""
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

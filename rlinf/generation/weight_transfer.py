@@ -4,7 +4,8 @@ vLLM repacks weights for its kernels when it loads them, so that they cannot be 
 puts each layer back into the shape of the checkpoint, lets the model's own loader fill it, and repacks it into the
 old storage; a layer is finished as soon as its last tensor came, so that no second copy of the model exists.
 
-vLLM calls `register` in each of its processes, through the entry-point group ``vllm.general_plugins``.
+The backend is registered in each of vLLM's processes by importing `rlinf.generation.weight_receiver`, which holds the
+worker extension that vLLM is told to load. That works from a checkout too, where no entry point is installed.
 """
 
 from __future__ import annotations
@@ -18,14 +19,7 @@ from pathlib import Path
 from rlinf.generation.engine import Chunk
 
 BACKEND = "rlinf"
-
-
-def register() -> None:
-    """Make the backend known to vLLM in this process. Safe to call again."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:  # vLLM has no public way to ask
-        WeightTransferEngineFactory.register_engine(BACKEND, "rlinf.generation.weight_receiver", "WeightReceiver")
+EXTENSION = "rlinf.generation.weight_receiver.WorkerExtension"
 
 
 @contextmanager

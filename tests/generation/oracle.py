@@ -1,0 +1,82 @@
+"""What transformers makes of the same model: the independent reading that engines are held against."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.generation import Completion, Engine, EngineSpec, Request
+from rlinf.models import describe
+
+LONG = 150  # tokens; more than a block of vLLM's prefix cache on CPU
+
+
+def load(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def spec(model_dir: Path, **changes: Any) -> EngineSpec:
+    info = describe(model_dir)
+    defaults: dict[str, Any] = {
+        "eos_ids": info.eos_ids,
+        "max_positions": info.max_positions,
+        "kv_cache_bytes": 1 << 26,
+        "max_num_seqs": 16,
+    }
+    return EngineSpec(model_dir=model_dir, **{**defaults, **changes})
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Of different lengths, one of them long enough for the prefix cache."""
+    source = random.Random(7)
+    return [tuple(source.randrange(8, 264) for _ in range(length)) for length in (3, 11, LONG, 6)]
+
+
+def requests(samples: int, rows: list[int] | None = None) -> list[Request]:
+    found = []
+    for row, prompt in enumerate(prompts()):
+        if rows is None or row in rows:
+            found += [Request(row * 8 + j, row, prompt, 1000 + row * 8 + j) for j in range(samples)]
+    return found
+
+
+def run(engine: Engine, given: list[Request], temperature: float = 0.0, limit: int = 12) -> dict[int, Completion]:
+    return {c.key: c for c in engine.generate(given, temperature=temperature, max_new_tokens=limit)}
+
+
+@torch.no_grad()
+def logprobs(model: Any, prompt: tuple[int, ...], response: list[int], temperature: float) -> torch.Tensor:
+    """One full forward pass, no cache, no batch."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: tuple[int, ...], limit: int, eos: tuple[int, ...]) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, eos_token_id=list(eos), pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def other(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of another model of the same shapes."""
+    source = torch.Generator().manual_seed(seed)
+    return {name: p.detach() + 0.05 * torch.randn(p.shape, generator=source) for name, p in model.named_parameters()}
+
+
+def chunked(weights: dict[str, torch.Tensor], size: int = 4) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """In chunks whose memory is overwritten once the next one is asked for, as a sender's staging buffer is."""
+    items = list(weights.items())
+    for start in range(0, len(items), size):
+        chunk = [(name, tensor.clone()) for name, tensor in items[start : start + size]]
+        yield chunk
+        for _, tensor in chunk:
+            tensor.fill_(float("nan"))

@@ -1,0 +1,173 @@
+"""Both engines, held to the same behaviour; one of each is shared by the module, since vLLM takes seconds to load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from rlinf.config import ModelConfig
+from rlinf.errors import ConfigError, ModelError
+from rlinf.generation import Engine, build_engine
+from rlinf.models import resolve
+from tests.generation import oracle
+
+END = 1  # the tiny model's end-of-sequence id
+OFTEN = 31  # the digit that it samples most often
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return oracle.load(resolve(ModelConfig(name="tiny")))
+
+
+@pytest.fixture(scope="module", params=["hf", "hf-batch-invariant", "vllm"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    name = request.param.removesuffix("-batch-invariant")
+    spec = oracle.spec(resolve(ModelConfig(name="tiny")), eos_ids=(END, OFTEN), batch_invariant=name != request.param)
+    with ThreadPoolExecutor(1) as thread:  # where a Ray actor builds it: not the main thread
+        built = thread.submit(build_engine, name, spec).result()
+    yield built
+    built.close()
+    built.close()
+
+
+@pytest.fixture
+def restored(engine: Engine, model: Any) -> Iterator[None]:
+    yield
+    engine.load_weights(oracle.chunked(dict(model.named_parameters())))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    engine: Engine, model: Any, temperature: float
+) -> None:
+    given = oracle.requests(samples=3)
+    done = oracle.run(engine, given, temperature)
+    assert done.keys() == {request.key for request in given}
+    for request in given:
+        completion = done[request.key]
+        expected = oracle.logprobs(model, request.prompt, list(completion.tokens), temperature)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-3, rtol=0)
+
+
+def test_greedy_tokens_are_those_of_transformers(engine: Engine, model: Any) -> None:
+    for request in oracle.requests(samples=1):
+        completion = oracle.run(engine, [request])[request.key]
+        assert list(completion.tokens) == oracle.greedy(model, request.prompt, 12, (END, OFTEN))
+
+
+def test_every_end_id_stops_and_stays_in_the_response(engine: Engine) -> None:
+    given = oracle.requests(samples=8)
+    done = oracle.run(engine, given, temperature=1.0, limit=4)
+    for completion in done.values():
+        ends = [token in (END, OFTEN) for token in completion.tokens]
+        assert not any(ends[:-1])
+        assert completion.truncated is not ends[-1]
+        assert len(completion.tokens) == 4 or ends[-1]
+        assert len(completion.tokens) == len(completion.logprobs)
+    assert {completion.tokens[-1] for completion in done.values() if not completion.truncated} == {END, OFTEN}
+    assert any(completion.truncated for completion in done.values())
+
+
+def test_samples_do_not_depend_on_what_they_are_batched_with(engine: Engine) -> None:
+    given = oracle.requests(samples=4)
+    together = oracle.run(engine, given, temperature=1.0)
+    permuted = oracle.run(engine, given[::-1], temperature=1.0)
+    alone = {}
+    for row in range(len(oracle.prompts())):
+        alone.update(oracle.run(engine, oracle.requests(samples=4, rows=[row]), temperature=1.0))
+    for key, completion in together.items():
+        assert list(completion.tokens) == list(permuted[key].tokens) == list(alone[key].tokens)
+
+
+def test_samples_of_a_group_differ_from_one_another(engine: Engine) -> None:
+    done = oracle.run(engine, oracle.requests(samples=8, rows=[1]), temperature=1.0)
+    assert len({tuple(completion.tokens) for completion in done.values()}) >= 6
+
+
+def test_sampled_frequencies_are_the_probabilities(engine: Engine, model: Any) -> None:
+    prompt = oracle.prompts()[0]
+    given = [type(oracle.requests(1)[0])(key, 0, prompt, 77 + key) for key in range(300)]
+    done = oracle.run(engine, given, temperature=1.0, limit=1)
+    drawn = torch.tensor([completion.tokens[0] for completion in done.values()])
+    with torch.no_grad():
+        expected = torch.softmax(model(torch.tensor([prompt])).logits[0, -1], -1)
+    found = torch.bincount(drawn, minlength=len(expected)) / len(drawn)
+    # Total variation: 300 draws from the true distribution stay far below this.
+    assert (found - expected).abs().sum() / 2 < 0.3
+
+
+def test_works_off_the_main_thread(engine: Engine) -> None:
+    expected = oracle.run(engine, oracle.requests(samples=2), temperature=1.0)
+    found: dict[int, Any] = {}
+    thread = threading.Thread(target=lambda: found.update(oracle.run(engine, oracle.requests(samples=2), 1.0)))
+    thread.start()
+    thread.join()
+    assert found == expected
+
+
+def test_goes_on_after_a_consumer_left_early(engine: Engine) -> None:
+    expected = oracle.run(engine, oracle.requests(samples=4), temperature=1.0)
+    left = engine.generate(oracle.requests(samples=4), temperature=1.0, max_new_tokens=12)
+    next(left)
+    left.close()
+    assert oracle.run(engine, oracle.requests(samples=4), temperature=1.0) == expected
+
+
+@pytest.mark.usefixtures("restored")
+def test_after_a_sync_the_new_weights_speak_and_nothing_cached_of_the_old(engine: Engine, model: Any) -> None:
+    given = oracle.requests(samples=1)
+    before = oracle.run(engine, given)  # fills the prefix cache
+    weights = oracle.other(model, seed=3)
+    engine.load_weights(oracle.chunked(weights))
+    changed = oracle.load(resolve(ModelConfig(name="tiny")))
+    changed.load_state_dict(weights, strict=False)
+    changed.tie_weights()
+    after = oracle.run(engine, given)
+    assert [c.tokens for c in after.values()] != [c.tokens for c in before.values()]
+    for request in given:
+        completion = after[request.key]
+        assert list(completion.tokens) == oracle.greedy(changed, request.prompt, 12, (END, OFTEN))
+        expected = oracle.logprobs(changed, request.prompt, list(completion.tokens), 0.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.usefixtures("restored")
+def test_syncs_follow_one_another(engine: Engine, model: Any) -> None:
+    given = oracle.requests(samples=1)
+    expected = oracle.run(engine, given)
+    for seed in (1, 2):
+        engine.load_weights(oracle.chunked(oracle.other(model, seed), size=1))
+    engine.load_weights(oracle.chunked(dict(model.named_parameters()), size=100))
+    assert [c.tokens for c in oracle.run(engine, given).values()] == [c.tokens for c in expected.values()]
+
+
+def test_sleeping_and_waking_changes_nothing(engine: Engine) -> None:
+    expected = oracle.run(engine, oracle.requests(samples=2), temperature=1.0)
+    engine.sleep()
+    engine.wake()
+    assert oracle.run(engine, oracle.requests(samples=2), temperature=1.0) == expected
+    assert engine.nbytes() > 0
+
+
+# The last of the module: it leaves the engine useless, as it should.
+def test_a_delivery_that_leaves_a_weight_out_is_refused_and_so_is_the_engine_after_it(
+    engine: Engine, model: Any
+) -> None:
+    weights = dict(model.named_parameters())
+    left_out = next(name for name in weights if "layers.1.self_attn.k_proj" in name)
+    del weights[left_out]
+    with pytest.raises(ModelError, match=left_out):
+        engine.load_weights(oracle.chunked(weights))
+    with pytest.raises(ModelError, match="half-way"):
+        oracle.run(engine, oracle.requests(samples=1))
+
+
+def test_an_unknown_engine_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'sglang'.*'hf', 'vllm'"):
+        build_engine("sglang", oracle.spec(resolve(ModelConfig(name="tiny"))))
