@@ -77,14 +77,16 @@ def _take(name: str, into: torch.Tensor, value: torch.Tensor) -> None:
         into.copy_(value)
 
 
-def _rng(device: str) -> dict[str, bytes]:
-    states = {"cpu": torch.get_rng_state().numpy().tobytes()}
+def _rng(device: str) -> list[str]:
+    """States of the random generators of this rank, CPU then GPU, in hexadecimal (plain values in a checkpoint)."""
+    states = [torch.get_rng_state()]
     if device.startswith("cuda"):
-        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    return states
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes().hex() for state in states]
 
 
-def _set_rng(states: dict[str, bytes], device: str) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
-    if "cuda" in states and device.startswith("cuda"):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8), device)
+def _set_rng(states: list[str], device: str) -> None:
+    cpu, *gpu = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in states)
+    torch.set_rng_state(cpu)
+    if gpu and device.startswith("cuda"):
+        torch.cuda.set_rng_state(gpu[0], device)
