@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,9 +61,14 @@ def fsync_tree(root: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file and flush it and its folder's entry."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a small file, whole or not at all, and flush it and its folder's entry."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")  # ranks without a process group may write the same
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     fsync_path(path.parent)

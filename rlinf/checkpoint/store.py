@@ -164,7 +164,10 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest committed checkpoint; one that is not whole is passed over, with a warning."""
-        self.recover()
+        try:
+            self.recover()
+        except OSError as error:
+            log.warning("what a dead run left in %s could not be put in order: %s", self.directory, error)
         for path in self._folders():
             if _FINAL.fullmatch(path.name) and not (path / MARKER).exists():
                 log.warning("%s has no %s: it is not whole, and is passed over", path, MARKER)

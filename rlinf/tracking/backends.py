@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rlinf.tracking.redaction import redact_text
 
 MLFLOW_KEYS = ("tracking_uri", "experiment", "run_name", "tags")
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_TEXT = 1000, 100, 500  # MLflow's limits on one batch, and on a value
@@ -46,6 +49,8 @@ class WandbTracker:
             told.pop("id", None) or _remembered(output_dir / "wandb_run.json", first_step) or uuid.uuid4().hex[:8]
         )
         settings = {"console": "off", **(told.pop("settings", None) or {})}  # the console may show what is redacted
+        if any(redact_text(argument) != argument for argument in sys.argv):
+            settings["x_disable_meta"] = True  # W&B would send the command line
         defaults = {"dir": str(output_dir), "resume": "allow"}
         extra = dict(told.pop("config", None) or {})
         self._run = wandb.init(**{**defaults, **told}, id=identity, config={**config, **extra}, settings=settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 COLUMNS = ("row_id", "group_id", "question", "response", "reward", "answer", "weight_version", "truncated")
 
@@ -77,7 +80,11 @@ class StepLines:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self.path)
+        try:
+            os.replace(aside, self.path)
+        except OSError:
+            aside.unlink()
+            raise
 
 
 class JsonlTracker:
@@ -106,14 +113,14 @@ class JsonlTracker:
 class Samples:
     """``samples.jsonl``: transcripts, so that a person can read what the policy says at each step.
 
-    Opening and writing never raise: what fails is said once through ``warn``.
+    Opening and writing never raise: what fails is said once through ``warn``. ``first_step`` as of `open_trackers`.
     """
 
-    def __init__(self, path: Path, first_step: int, warn: Callable[[str], None] = print) -> None:
+    def __init__(self, output_dir: Path, first_step: int, warn: Callable[[str], None] = _log.warning) -> None:
         self._warn, self._warned = warn, False
         self._lines: StepLines | None = None
         try:
-            self._lines = StepLines(path, first_step)
+            self._lines = StepLines(Path(output_dir) / "samples.jsonl", first_step)
         except OSError as error:
             self._complain(error)
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl."""
+"""metricsamples.jsonl and samples.jsonl."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
 
 
 def test_transcripts_have_their_columns_in_order_and_any_answer(tmp_path):
-    samples = Samples(tmp_path / "s.jsonl", 1)
+    samples = Samples(tmp_path, 1)
     row = {
         "truncated": torch.tensor(True),
         "answer": {"value": np.float32("nan"), "parts": (1, object)},
@@ -96,7 +96,7 @@ def test_transcripts_have_their_columns_in_order_and_any_answer(tmp_path):
         "note": torch.tensor([1, 2]),
     }
     samples.write(2, [row, {"row_id": 8}])
-    first, second = lines(tmp_path / "s.jsonl")
+    first, second = lines(tmp_path / "samples.jsonl")
     assert list(first) == [
         *(
             "step",
@@ -117,19 +117,19 @@ def test_transcripts_have_their_columns_in_order_and_any_answer(tmp_path):
 
 
 def test_transcripts_resume_without_doubles(tmp_path):
-    path = tmp_path / "s.jsonl"
-    samples = Samples(path, 1)
+    path = tmp_path / "samples.jsonl"
+    samples = Samples(tmp_path, 1)
     for step in (1, 2, 3):
         samples.write(step, [{"row_id": 1}, {"row_id": 2}])
     samples.close()
-    Samples(path, 3).write(3, [{"row_id": 9}])
+    Samples(tmp_path, 3).write(3, [{"row_id": 9}])
     assert [(line["step"], line["row_id"]) for line in lines(path)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 9)]
 
 
 def test_transcripts_that_cannot_be_written_are_said_once(tmp_path):
     said = []
-    (tmp_path / "s.jsonl").mkdir()
-    samples = Samples(tmp_path / "s.jsonl", 1, warn=said.append)
+    (tmp_path / "samples.jsonl").mkdir()
+    samples = Samples(tmp_path, 1, warn=said.append)
     samples.write(1, [{"row_id": 1}])
     samples.close()
     assert len(said) == 1
