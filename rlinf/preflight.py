@@ -14,7 +14,8 @@ from rlinf.cluster import Device, NodeInfo, devices_of
 from rlinf.config import ModelConfig, OptimizerConfig, TrainConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.m2flow.graph import Graph
-from rlinf.m2flow.plan import Stage, collocated, describe, stages
+from rlinf.m2flow.plan import Stage, describe, stages
+from rlinf.scheduler.collocated import collocated
 
 GIB = 2**30
 

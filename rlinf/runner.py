@@ -9,17 +9,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.console import Console, open_console
-from rlinf.tracking import Samples, Trackers, open_trackers, redact
-
 from rlinf.checkpoint import Checkpoints, Meta, OutputLock
 from rlinf.cluster import Cluster
+from rlinf.console import Console, open_console
 from rlinf.failure import RunFailed
 from rlinf.fleet import Fleet, Glimpse, flatten_rows, summarize
 from rlinf.m2flow.compiler import compile_plan
 from rlinf.m2flow.graph import EVALUATE, TRAIN
-from rlinf.m2flow.plan import collocated, to_dict
+from rlinf.m2flow.plan import to_dict
 from rlinf.preflight import Ready
+from rlinf.scheduler.collocated import collocated
+from rlinf.tracking import Samples, Trackers, open_trackers, redact
 
 SCORE = "reward/reward_mean"
 

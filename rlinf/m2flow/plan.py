@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from rlinf.errors import PlacementError
-from rlinf.m2flow.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -80,30 +79,6 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
     if "shared" in data:
         return Shared(tuple(from_dict(part) for part in data["shared"]), data["swap"])
     raise PlacementError(f"a node of a plan has the key 'stage' or 'shared', found {sorted(data)}")
-
-
-def collocated(graph: Graph, devices: int) -> Shared:
-    """Every group on all devices that its layout can use, stages in the order of the workflow.
-
-    ``dp`` 0 becomes ``devices // tp``.
-
-    Raises:
-        PlacementError: a group asks for more devices than there are.
-    """
-    parts = []
-    for spec in graph.workers.values():
-        if not spec.cls.uses_device:
-            parts.append(Stage(spec.name, (), 1, 1))
-            continue
-        dp = spec.dp or max(devices // spec.tp, 1)
-        if dp * spec.tp > devices:
-            raise PlacementError(
-                f"{spec.name} asks for dp={dp} x tp={spec.tp} = {dp * spec.tp} devices, and there are {devices}: "
-                f"lower {spec.name}.dp or {spec.name}.tp, or give more devices (on CPU nodes, "
-                f"cluster.devices_per_node={dp * spec.tp} cuts a node's cores into that many)"
-            )
-        parts.append(Stage(spec.name, tuple(range(dp * spec.tp)), dp, spec.tp, spec.cls.spans_tp))
-    return Shared(tuple(parts))
 
 
 def describe(plan: Plan, depth: int = 0) -> list[str]:

@@ -13,7 +13,8 @@ from rlinf.errors import PlacementError
 from rlinf.m2flow.compiler import Acquire, Compiled, Pull, Release, Run, SendWeights, Ticket, compile_plan
 from rlinf.m2flow.graph import TRAIN, Workflow
 from rlinf.m2flow.lease import LeaseBook
-from rlinf.m2flow.plan import Shared, Stage, collocated, from_dict, stages, to_dict
+from rlinf.m2flow.plan import Shared, Stage, from_dict, stages, to_dict
+from rlinf.scheduler.collocated import collocated
 from tests.m2flow.test_graph import Generator, Prompts, Scorer, flow_of_four
 
 

@@ -16,8 +16,8 @@ from rlinf.m2flow.executor import Executor
 from rlinf.m2flow.graph import HOST, TRAIN, Graph, Workflow
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.lease import LeaseBook
-from rlinf.m2flow.plan import collocated
 from rlinf.m2flow.stage import StageSpec, Unit
+from rlinf.scheduler.collocated import collocated
 from rlinf.worker import RankContext, Worker, stage
 
 
