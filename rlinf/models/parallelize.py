@@ -98,11 +98,12 @@ def _tensor_parallel(backbone: nn.Module, mesh: DeviceMesh) -> None:
         )
     plan = {}
     matched = set()
-    for name, _ in backbone.named_modules():
+    for name, module in backbone.named_modules():
         for pattern, style in written.items():
             if fnmatchcase(name, pattern):
-                plan[name] = _style(style, name)
                 matched.add(pattern)
+                if not isinstance(module, nn.Embedding):  # replicated, with the output layer that may share it
+                    plan[name] = _style(style, name)
     if unmatched := sorted(set(written) - matched):
         raise ModelError(f"{type(backbone).__name__} has no module for {unmatched} of its plan; set tp to 1")
     parallelize_module(backbone, mesh, plan)
