@@ -111,6 +111,9 @@ class VllmEngine(Engine):
                 self._engine.abort_request(list(running))
 
     def _step(self) -> list[Any]:
+        # A thread that is new to torch takes over torch's thread count only now; vLLM's kernels, which ask OpenMP,
+        # would see the count change between planning and running an attention, and abort.
+        torch.get_num_threads()
         if not self._spec.enforce_eager:
             return self._engine.step()
         # enforce_eager leaves out a small function that ranks log-probabilities: compiling it takes 14 s.

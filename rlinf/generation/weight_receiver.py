@@ -43,8 +43,11 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in self.model.named_parameters()}
+        with torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+        self._expected = {name for name, _ in self.model.named_parameters()} - tied
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict) -> None:
@@ -60,7 +63,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             from safetensors.torch import load_file
 
             tensors = list(load_file(str(update_info.path)).items())
-        self._loaded |= cast(Any, self.model).load_weights(iter(tensors)) or set()
+        with torch.device(self.device):
+            self._loaded |= cast(Any, self.model).load_weights(iter(tensors)) or set()
 
     def finish_weight_update(self) -> None:
         """Repack what is left and put the layers back to work.
@@ -76,10 +80,28 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"weight sync left {len(stale)} of the engine's {len(self._expected)} parameters as they were, "
                 f"among them {', '.join(stale[:5])}; the sender's model must be the engine's"
             )
-        finalize_layerwise_reload(self.model, self.model_config)
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied(self.model)
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """Repack layers that share a parameter.
+
+    A head tied to the embedding is delivered under the embedding's name, so that the reload never touches it; but on
+    CPU it computes with a packed copy of its own, which would stay the old one.
+    """
+    owners: dict[int, list[torch.nn.Module]] = {}
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(layer)
+    for layers in owners.values():
+        for layer in layers if len(layers) > 1 else ():
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                cast(Any, method).process_weights_after_loading(layer)
 
 
 class WorkerExtension:

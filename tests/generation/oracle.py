@@ -15,6 +15,28 @@ from rlinf.models import describe
 LONG = 150  # tokens; more than a block of vLLM's prefix cache on CPU
 
 
+def build(directory: Path) -> Path:
+    """A model with what makes loading hard: a head tied to the embedding, grouped heads, a padded vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=267,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 def load(model_dir: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
