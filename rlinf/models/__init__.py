@@ -5,6 +5,9 @@ In reading order:
 - `source`: `resolve` turns the model config into an ordinary Hugging Face directory; `load_tokenizer`.
   `smollm2` and `tiny` are the models that are made here, `cache` keeps them.
 - `info`: `describe` reads a directory's sizes without loading weights.
+- `packed`: samples as one row of tokens without padding, and how rows are cut into micro-batches.
+- `heads`: `PolicyModel` gives log-probabilities and entropies of response tokens, `ValueModel` their values.
+- `parallelize`: tensor parallelism by the model's own plan, FSDP2; `load` puts it all together.
 """
 
 from rlinf.models.info import ModelInfo, describe
