@@ -98,13 +98,13 @@ class Cluster:
     Attributes:
         nodes: the nodes that this run uses.
         devices: their devices.
-        started: whether this process started the cluster, and so ends it.
+        connected: whether `connect` joined or started it (not whoever called before), and so `close` leaves it.
     """
 
     cfg: ClusterConfig
     nodes: tuple[NodeInfo, ...]
     devices: tuple[Device, ...]
-    started: bool
+    connected: bool
     _holds: dict[str, Any] = field(default_factory=dict)
     _held: dict[str, dict[str, Any]] = field(default_factory=dict)
     _actors: list[Any] = field(default_factory=list)
@@ -122,17 +122,17 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
 
-        started = False
-        if not ray.is_initialized():
+        connect = not ray.is_initialized()
+        if connect:
             common: dict[str, Any] = {
                 "log_to_driver": False,
                 "logging_level": "ERROR",
+                "include_dashboard": None if asked else False,
                 "runtime_env": cfg.runtime_env or None,
             }
             asked = cfg.address or os.environ.get("RAY_ADDRESS")
             try:
-                context = ray.init(address=asked, **common)
-                started = not asked and _is_local(context)
+                ray.init(address=asked, **common)
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
                 if asked and asked != "local":
                     raise PlacementError(
@@ -141,9 +141,8 @@ class Cluster:
                     ) from error
                 note(f"the Ray cluster last started here does not answer ({error}); starting another")
                 ray.init(address="local", **common)
-                started = True
         nodes = _await_nodes(cfg, note)
-        return cls(cfg, nodes, devices_of(nodes, cfg), started)
+        return cls(cfg, nodes, devices_of(nodes, cfg), connect)
 
     def hold(self, note: Callable[[str], None] = lambda text: None) -> None:
         """Reserve the nodes' resources for this run.
@@ -206,7 +205,7 @@ class Cluster:
         return actor
 
     def close(self) -> None:
-        """End every actor of this run; end the cluster if this process started it."""
+        """End every actor of this run, and leave the cluster; a cluster that `connect` started ends with that."""
         import ray
 
         if not ray.is_initialized():
@@ -216,7 +215,8 @@ class Cluster:
                 ray.kill(actor)
         self._actors.clear()
         self._holds.clear()
-        ray.shutdown()
+        if self.connected:
+            ray.shutdown()
 
 
 def pin() -> int:
@@ -244,14 +244,6 @@ def _on(node_id: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-
-
-def _is_local(context: Any) -> bool:
-    """Whether `ray.init` started a cluster rather than joined one."""
-    from ray._private import worker
-
-    node = worker._global_node
-    return bool(node is not None and node.is_head() and node.all_processes)
 
 
 def _await_nodes(cfg: ClusterConfig, note: Callable[[str], None]) -> tuple[NodeInfo, ...]:

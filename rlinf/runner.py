@@ -15,13 +15,13 @@ from rlinf.console import Console, open_console
 from rlinf.failure import RunFailed
 from rlinf.fleet import Fleet, Glimpse, flatten_rows, summarize
 from rlinf.m2flow.compiler import compile_plan
-from rlinf.m2flow.graph import EVALUATE, TRAIN
+from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN
 from rlinf.m2flow.plan import to_dict
 from rlinf.preflight import Ready
 from rlinf.scheduler.collocated import collocated
 from rlinf.tracking import Samples, Trackers, open_trackers, redact
 
-SCORE = "reward/reward_mean"
+SCORE = "reward/mean"
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ class _Run:
                 self.fleet.launch(cfg.seed, cfg.deterministic, ready.output_dir)
             with console.stage("models and data"):
                 self.fleet.setup()
+            for text in self.fleet.call(HOST, "reports")[0]:
+                console.note(text)
             if ready.resume:
                 with console.stage(f"checkpoint {ready.resume[0].name}"):
                     self.fleet.load(ready.resume[0])
-            self.samples = Samples(ready.output_dir, self.step + 1)
-            self.trackers = open_trackers(cfg.logger, ready.output_dir, config, self.step + 1)
+            self.samples = Samples(ready.output_dir, self.step + 1, console.note)
+            self.trackers = open_trackers(cfg.logger, ready.output_dir, config, self.step + 1, console.note)
             try:
                 return self._iterate()
             finally:

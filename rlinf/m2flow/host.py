@@ -23,6 +23,11 @@ class Host(Worker):
         for source in self.sources.values():
             source.setup()
 
+    def reports(self) -> list[str]:
+        """What each source says about itself (rows kept, left out, and why), where it has a ``report``."""
+        found = [str(source.report) for source in self.sources.values() if hasattr(source, "report")]
+        return list(dict.fromkeys(found))
+
     def state(self) -> dict[str, Any]:
         return {name: source.state() for name, source in self.sources.items()}
 

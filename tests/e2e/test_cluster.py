@@ -1,0 +1,63 @@
+"""A Ray cluster of two nodes that somebody else started, joined by its address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlinf.cluster import Cluster
+from rlinf.config import ClusterConfig
+from rlinf.errors import PlacementError
+from tests.e2e.command import SMALL, Command
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster as RayCluster
+
+    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any, tmp_path: Path) -> None:
+    run = Command(
+        tmp_path,
+        "+workflow=ppo",
+        *SMALL,
+        "steps=2",
+        "output_dir=out",
+        "cluster.nodes=2",
+        env={"RAY_ADDRESS": two_nodes.address},
+    )
+    assert run.wait() == 0, run.said()
+    assert "actor: devices 0,1, dp=2" in run.said()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "time/step" in line] == [1, 2]
+    assert (tmp_path / "out" / "export" / "model.safetensors").exists()
+    assert len(two_nodes.list_all_nodes()) == 2
+    assert run.leftovers() == []
+    second = Command(
+        tmp_path,
+        "+workflow=ppo",
+        *SMALL,
+        "output_dir=other",
+        "cluster.nodes=3",
+        "cluster.wait_s=2",
+        env={"RAY_ADDRESS": two_nodes.address},
+    )
+    assert second.wait() == 2
+    assert "cluster.nodes=3, but 2 joined within 2 s" in second.said()
+
+
+def test_an_address_where_no_cluster_answers_is_an_error_that_says_so() -> None:
+    with pytest.raises(PlacementError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        Cluster.connect(ClusterConfig(address="127.0.0.1:1", wait_s=2))
