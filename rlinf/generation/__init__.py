@@ -7,7 +7,7 @@ In reading order:
 - `hf_engine`: a sampling loop over a transformers model; runs every causal language model that transformers has.
 - `vllm_engine`: vLLM's engine, stepped in this process.
 - `manifest`: which names and shapes a model's weights have, and the check that a sync delivers each exactly once.
-- `weight_transfer`: the plug-in by which vLLM's workers take over new weights.
+- `weight_transfer`: how chunks of weights reach vLLM's workers; `weight_receiver`: the half that runs there.
 """
 
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request, build_engine, register_engine
