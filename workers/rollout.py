@@ -24,6 +24,7 @@ UNBOUNDED = 1 << 30  # tokens; of a model whose config names no longest sequence
 class Rollout(Worker):
     """One rank holds one engine; an engine of ``tp`` > 1 spreads over its devices by processes of its own."""
 
+    spans_tp = True
     cfg: RolloutConfig
 
     def __init__(self, cfg: RolloutConfig, ctx: RankContext) -> None:
