@@ -25,7 +25,7 @@ class ModelConfig:
     path: str | None = None  # a Hugging Face model directory or hub name; null: built from the name
     dtype: str = "auto"  # float32 | bfloat16 | auto (float32 on CPU, bfloat16 compute with float32 master on GPU)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
-    attention: str = "auto"  # attention implementation of transformers; auto: flash_attention_2 where it is, else sdpa
+    attention: str = "auto"  # auto (flash_attention_2 where it is, else packed SDPA with shared prompts) | sdpa | ...
     trust_remote_code: bool = False  # run Python code that comes with the model directory
 
 

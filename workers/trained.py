@@ -52,7 +52,8 @@ class TrainedWorker(Worker):
         ]
         for done, members in enumerate(plan):
             rows = [place[row] for row in members if row in place]
-            yield cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device)
+            share = self.trainer.model.shares_prompts
+            yield cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device, share)
             self.ctx.report(done + 1, len(plan))
         self.version += 1
 

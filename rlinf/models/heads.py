@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlinf.errors import ModelError
+from rlinf.models import attention
 from rlinf.models.packed import Packed
 
 LOGITS_AT_ONCE = 2**25  # elements of the largest logits tensor that is made (128 MiB in float32)
@@ -27,6 +28,7 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
+        self.shares_prompts = shares_prompts(lm)
 
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool = False, entropy_grad: bool = False
@@ -46,8 +48,7 @@ class PolicyModel(nn.Module):
             float32 ``[R]`` each; None instead of the entropy where it was not asked for.
         """
         lm: Any = self.lm
-        outputs = lm.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
-        hidden = outputs.last_hidden_state[0].index_select(0, packed.predict)
+        hidden = hidden_states(lm.base_model, packed)
 
         def score(part: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = output_logits(lm, part).float() / temperature
@@ -82,6 +83,7 @@ class ValueModel(nn.Module):
     def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone
+        self.shares_prompts = shares_prompts(backbone)
         size = backbone.config.get_text_config(decoder=True).hidden_size
         reference = next(backbone.parameters())
         self.value_head = nn.Linear(size, 1, dtype=reference.dtype, device=reference.device)
@@ -90,9 +92,23 @@ class ValueModel(nn.Module):
 
     def forward(self, packed: Packed) -> torch.Tensor:
         """Value of the state before each response token: float32 ``[R]``."""
-        outputs = self.backbone(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
-        hidden = outputs.last_hidden_state[0].index_select(0, packed.predict)
-        return self.value_head(hidden)[:, 0].float()
+        return self.value_head(hidden_states(self.backbone, packed))[:, 0].float()
+
+
+def shares_prompts(backbone: Any) -> bool:
+    """Whether a transformers model can take packed samples that share a prompt."""
+    return backbone.config._attn_implementation == attention.NAME
+
+
+def hidden_states(backbone: Any, packed: Packed) -> torch.Tensor:
+    """Final hidden states ``[R, hidden]`` that predict the response tokens."""
+    layout: dict[str, Any] = {}
+    if shares_prompts(backbone):
+        layout["segments"] = packed.segments
+    elif packed.shared:
+        raise ValueError(f"samples share prompts, which needs the attention {attention.NAME}")
+    outputs = backbone(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **layout)
+    return outputs.last_hidden_state[0].index_select(0, packed.predict)
 
 
 def output_logits(lm: Any, hidden: torch.Tensor) -> torch.Tensor:

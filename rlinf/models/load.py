@@ -11,6 +11,7 @@ from torch import nn
 
 from rlinf.config import ModelConfig
 from rlinf.errors import ConfigError, ModelError
+from rlinf.models import attention
 from rlinf.models.heads import PolicyModel, ValueModel, check_output_logits
 from rlinf.models.info import describe
 from rlinf.models.parallelize import check_tp, parallelize
@@ -34,14 +35,20 @@ def compute_dtype(cfg: ModelConfig, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def attention_kind(cfg: ModelConfig, device: str) -> str:
-    """The attention implementation: flash_attention_2 where it is installed and computes in bfloat16, else sdpa."""
+def attention_kind(cfg: ModelConfig, device: str, config: Any) -> str:
+    """The attention implementation.
+
+    ``auto``: flash_attention_2 where it is installed and the compute dtype is bfloat16; else our own, which lets the
+    samples of a prompt share it; else, for a model whose attention is of a kind that it does not know, sdpa.
+    """
     if cfg.attention != "auto":
         return cfg.attention
     from transformers.utils import is_flash_attn_2_available
 
     half = compute_dtype(cfg, device) is torch.bfloat16
-    return "flash_attention_2" if device.startswith("cuda") and half and is_flash_attn_2_available() else "sdpa"
+    if device.startswith("cuda") and half and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return attention.NAME if attention.supports(config) else "sdpa"
 
 
 def autocast(cfg: ModelConfig, device: str, sharded: bool) -> AbstractContextManager[Any]:
@@ -85,12 +92,16 @@ def load_value(directory: Path, cfg: ModelConfig, device: str, mesh: DeviceMesh 
 def _load(kind: Any, directory: Path, cfg: ModelConfig, device: str, mesh: DeviceMesh | None, trainable: bool) -> Any:
     if mesh is not None:
         check_tp(describe(directory, cfg), mesh["tp"].size())
+    from transformers import AutoConfig
+
+    attention.register()
     try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=cfg.trust_remote_code)
         with quiet():
             lm = kind.from_pretrained(
                 directory,
                 dtype=torch.float32 if trainable else compute_dtype(cfg, device),
-                attn_implementation=attention_kind(cfg, device),
+                attn_implementation=attention_kind(cfg, device, config),
                 trust_remote_code=cfg.trust_remote_code,
             )
     except (OSError, ValueError, ImportError) as error:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from rlinf.batch import Batch, Ragged
-from rlinf.models.packed import Packed, micro_batches, pack, packed_lengths
+from rlinf.models.heads import PolicyModel, ValueModel
+from rlinf.models.packed import Packed, pack, pack_within
 from rlinf.models.parallelize import reshard
 from rlinf.training.collective import Ranks
 
 
-def cut(batch: Batch, rows: Sequence[int], budget: int, device: str) -> list[Packed]:
+def cut(batch: Batch, rows: Sequence[int], budget: int, device: str, share: bool) -> list[Packed]:
     """Micro-batches of these rows of a batch with ``prompt_ids`` and ``response_ids``, on the device."""
     if not rows:
         return []
-    prompts, responses = batch["prompt_ids"], batch["response_ids"]
-    lengths = packed_lengths(prompts.lengths, responses.lengths)[torch.as_tensor(rows, dtype=torch.int64)].tolist()
     return [
-        pack(prompts, responses, [rows[i] for i in members]).to(device) for members in micro_batches(lengths, budget)
+        packed.to(device) for packed in pack_within(batch["prompt_ids"], batch["response_ids"], rows, budget, share)
     ]
 
 
@@ -32,7 +30,7 @@ def dummy(device: str) -> Packed:
 
 @torch.no_grad()
 def score_rows(
-    model: nn.Module,
+    model: PolicyModel | ValueModel,
     forward: Callable[[Packed], torch.Tensor],
     batch: Batch,
     budget: int,
@@ -52,7 +50,7 @@ def score_rows(
     Returns:
         float32 on the CPU, shaped as ``response_ids``.
     """
-    cuts = cut(batch, range(batch.n), budget, ranks.device)
+    cuts = cut(batch, range(batch.n), budget, ranks.device, model.shares_prompts)
     lengths = batch["response_ids"].lengths if batch.n else torch.empty(0, dtype=torch.int64)
     values = torch.zeros(int(lengths.sum()), dtype=torch.float32)
     places = Ragged(torch.arange(len(values)), lengths)

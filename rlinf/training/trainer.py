@@ -12,6 +12,7 @@ from torch import nn
 
 from rlinf.algorithms.schedule import lr_factor
 from rlinf.config import OptimizerConfig
+from rlinf.models.heads import PolicyModel, ValueModel
 from rlinf.models.packed import Packed
 from rlinf.training.collective import Ranks
 from rlinf.training.grad_norm import clip_gradients
@@ -49,7 +50,7 @@ class Trainer:
         steps: optimiser steps attempted; the clock of the learning-rate schedule.
     """
 
-    def __init__(self, model: nn.Module, cfg: OptimizerConfig, ranks: Ranks) -> None:
+    def __init__(self, model: PolicyModel | ValueModel, cfg: OptimizerConfig, ranks: Ranks) -> None:
         self.model = model
         self.cfg = cfg
         self.ranks = ranks

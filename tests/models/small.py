@@ -27,13 +27,17 @@ SIZES = {
 }
 
 
-def write_model(directory: Path, kind: str = "llama", tied: bool = False) -> Path:
-    """Write a model directory; ``kind`` is llama or qwen3 (which has norms over single heads)."""
+def write_model(directory: Path, kind: str = "llama", tied: bool = False, window: int | None = None) -> Path:
+    """Write a model directory; ``kind`` is llama or qwen3 (which has norms over single heads, and may
+    attend within a sliding window)."""
     torch.manual_seed(7)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+        sliding = (
+            {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+        )
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied, **sliding))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is not trained, or not sent

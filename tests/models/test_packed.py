@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModel, AutoModelForCausalLM
 
+from rlinf.batch import Batch, Ragged
 from rlinf.config import ModelConfig
 from rlinf.errors import ModelError
 from rlinf.models import heads
 from rlinf.models.load import load_policy, load_value
-from rlinf.models.packed import micro_batches, pack, packed_lengths
+from rlinf.models.packed import micro_batches, pack, pack_within
 from tests.models.small import samples, write_model
 
 CFG = ModelConfig(name="small", path="unused")
@@ -122,5 +123,53 @@ def test_micro_batches_share_attention_work():
     assert micro_batches([8, 8, 1, 1, 1, 1], 12) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_the_last_response_token_needs_no_forward_pass():
-    assert packed_lengths(torch.tensor([3, 3, 3]), torch.tensor([2, 1, 0])).tolist() == [4, 3, 0]
+def test_the_last_response_token_and_empty_responses_need_no_forward_pass():
+    batch = samples([3, 4, 3], [2, 1, 0])
+    assert pack(batch["prompt_ids"], batch["response_ids"], [0, 1, 2]).input_ids.shape[1] == 4 + 4
+
+
+def group_samples() -> Batch:
+    """Two prompts of three samples each, out of order, with an empty and a one-token response among them."""
+    batch = samples([4, 7, 4, 7, 4, 7], [5, 1, 3, 6, 0, 2])
+    prompts = [batch["prompt_ids"][0], batch["prompt_ids"][1]] * 3
+    return batch.plus(prompt_ids=Ragged.of(prompts))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sharing_a_prompt_changes_neither_results_nor_gradients(tmp_path, window):
+    directory = write_model(tmp_path / "model", kind="qwen3", window=window)
+    batch = group_samples()
+    rows = [3, 0, 1, 2, 4, 5]
+    results = []
+    for attention in ("auto", "sdpa"):
+        model = load_policy(directory, ModelConfig(name="small", path="unused", attention=attention), "cpu", None)
+        assert model.shares_prompts is (attention == "auto")
+        packed = pack(batch["prompt_ids"], batch["response_ids"], rows, share=model.shares_prompts)
+        logprobs, _ = model(packed, 1.0)
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        results.append((packed.input_ids.shape[1], logprobs, dict(model.lm.named_parameters())))
+    (short, ours, our_parameters), (long, theirs, their_parameters) = results
+    assert (short, long) == (4 + 4 + 2 + 7 + 0 + 5 + 1, 4 * 2 + 4 + 2 + 7 * 3 + 0 + 5 + 1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for name, parameter in their_parameters.items():
+        torch.testing.assert_close(our_parameters[name].grad, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_samples_that_share_a_prompt_are_refused_by_an_attention_that_cannot(directory):
+    batch = group_samples()
+    model = load_policy(directory, ModelConfig(name="small", path="unused", attention="sdpa"), "cpu", None)
+    with pytest.raises(ValueError, match="share prompts"):
+        model(pack(batch["prompt_ids"], batch["response_ids"], [0, 2], share=True), 1.0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [1, 9, 14, 1000])
+def test_a_group_is_cut_only_where_the_budget_asks_for_it(share, budget):
+    batch = group_samples()
+    cuts = pack_within(batch["prompt_ids"], batch["response_ids"], [5, 4, 3, 2, 1, 0], budget, share)
+    assert sorted(row for packed in cuts for row in packed.rows.tolist()) == [0, 1, 2, 3, 5]
+    for packed in cuts:
+        assert packed.input_ids.shape[1] <= budget or len(packed.rows) == 1
+        assert packed.shared <= share
+    if budget == 1000:
+        assert len(cuts) == 1

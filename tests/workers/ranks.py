@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from rlinf.batch import Batch, Ragged
 from rlinf.config import ActorConfig, AlgorithmConfig, CriticConfig, ModelConfig, OptimizerConfig
 from rlinf.errors import RlinfError
 from rlinf.worker import RankContext
@@ -49,9 +50,16 @@ def critic(directory: Path, ctx: RankContext) -> Critic:
     return made
 
 
-def batch_of(ctx: RankContext):
+def whole_batch() -> Batch:
+    """Seven samples; the second, the fourth and the fifth are answers to one prompt."""
+    batch = samples(PROMPTS, RESPONSES)
+    prompts = batch["prompt_ids"].rows()
+    return batch.plus(prompt_ids=Ragged.of([prompts[1] if i in (1, 3, 4) else row for i, row in enumerate(prompts)]))
+
+
+def batch_of(ctx: RankContext) -> Batch:
     """This rank's rows: dealt unevenly over dp (the first two to the last rank, the others to the first)."""
-    whole = samples(PROMPTS, RESPONSES)
+    whole = whole_batch()
     if ctx.dp == 1:
         return whole
     return whole.select([2, 3, 4, 5, 6] if ctx.dp_rank == 0 else [0, 1])
@@ -110,7 +118,7 @@ def _cases(rank: int, work: Path) -> dict:
     scorer = actor(work / "llama", contexts["dp2"])
     mine = batch_of(contexts["dp2"])
     found["logprobs"] = (mine["row_id"], scorer.logprobs(mine if rank == 0 else mine.select([]))["old_logprobs"])
-    one_sided = mine if rank == 0 else type(mine)({})  # a rank that got nothing
+    one_sided = mine if rank == 0 else Batch({})  # a rank that got nothing
     scorer.train(one_sided)
     found["one-sided"] = {n: t.full_tensor() for n, t in scorer.state()["model"].items()}
 

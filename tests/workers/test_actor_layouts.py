@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlinf.metrics import merge
 from rlinf.training import minibatches
 from rlinf.worker import RankContext
-from tests.models.small import samples, write_model
+from tests.models.small import write_model
 from tests.workers import plain, ranks
 
 MODELS = ("llama", "llama-tied", "qwen3")
@@ -55,9 +55,14 @@ def assert_same(found: dict, expected: dict, **tolerance) -> None:
         torch.testing.assert_close(found[name], expected[name], **(tolerance or TOLERANCE), msg=lambda m, n=name: n + m)
 
 
+def slack(metric: str) -> float:
+    """A fraction counts tokens beyond a bound; rounding may carry a few of the 112 over it."""
+    return 3 / 112 if metric.endswith("fraction") else 1e-5
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_trains_as_a_plain_loop_over_single_samples(model, work, alone):
-    batch = samples(ranks.PROMPTS, ranks.RESPONSES)
+    batch = ranks.whole_batch()
     plan = [
         members
         for iteration in range(ranks.ITERATIONS)
@@ -76,7 +81,7 @@ def test_two_ranks_train_as_one(layout, model, two_ranks, alone):
         assert_same(found[layout, model]["weights"], alone[model]["weights"])
     metrics = merge(found[layout, model]["metrics"] for found in two_ranks)
     for name, expected in alone[model]["metrics"].items():
-        assert metrics[name].value == pytest.approx(expected.value, rel=2e-3, abs=1e-5), name
+        assert metrics[name].value == pytest.approx(expected.value, rel=2e-3, abs=slack(name)), name
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -86,7 +91,7 @@ def test_two_ranks_train_a_critic_as_one(layout, work, two_ranks):
     assert_same(two_ranks[0][layout, "critic"]["weights"], expected["weights"])
     metrics = merge(found[layout, "critic"]["metrics"] for found in two_ranks)
     for name, metric in expected["metrics"].items():
-        assert metrics[name].value == pytest.approx(metric.value, rel=2e-3, abs=1e-5), name
+        assert metrics[name].value == pytest.approx(metric.value, rel=2e-3, abs=slack(name)), name
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -126,7 +131,7 @@ def test_a_rank_without_rows_takes_part_in_scoring_and_in_training(work, two_ran
     row_ids, scored = two_ranks[0]["logprobs"]
     assert len(two_ranks[1]["logprobs"][1]) == 0
     worker = ranks.actor(work / "llama", RankContext())
-    rows = samples(ranks.PROMPTS, ranks.RESPONSES).select([2, 3, 4, 5, 6])
+    rows = ranks.whole_batch().select([2, 3, 4, 5, 6])
     assert row_ids.tolist() == rows["row_id"].tolist()
     torch.testing.assert_close(scored.values, worker.logprobs(rows)["old_logprobs"].values, rtol=1e-4, atol=1e-5)
     worker.train(rows)
