@@ -124,13 +124,13 @@ class Cluster:
 
         connect = not ray.is_initialized()
         if connect:
+            asked = cfg.address or os.environ.get("RAY_ADDRESS")
             common: dict[str, Any] = {
                 "log_to_driver": False,
                 "logging_level": "ERROR",
                 "include_dashboard": None if asked else False,
                 "runtime_env": cfg.runtime_env or None,
             }
-            asked = cfg.address or os.environ.get("RAY_ADDRESS")
             try:
                 ray.init(address=asked, **common)
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
@@ -174,35 +174,30 @@ class Cluster:
         note(", ".join(str(device) for device in self.devices))
 
     def launch(self, cls: type, *args: Any, devices: Sequence[Device] = (), **options: Any) -> Any:
-        """Start an actor on the node of ``devices`` (else on the first node), with its cores or GPUs set.
-
-        ``args`` are passed to ``cls``.
-        """
+        """Start ``cls(*args)`` as an actor on the node of ``devices``, else on the first node."""
         import ray
 
         node = devices[0].node if devices else self.nodes[0]
-        threads = sum(device.threads for device in devices) or 1
-        held = self._held[node.node_id]
-        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        # A workflow file in the folder where the run was started is importable in its ranks too.
-        env["PYTHONPATH"] = os.pathsep.join(p for p in (os.getcwd(), os.environ.get("PYTHONPATH")) if p)
-        gpus = [held["gpus"][device.slot] for device in devices if device.kind == "gpu"]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        cores = _cores(held["cores"], devices) if devices and not gpus else ()
-        if cores:
-            env["RLINF_CORES"] = ",".join(map(str, cores))
-        env_vars = {**self.cfg.runtime_env.get("env_vars", {}), **env}
-        remote = ray.remote(
-            num_cpus=0,
-            num_gpus=0,
-            max_restarts=0,
-            scheduling_strategy=_on(node.node_id),
-            runtime_env={**self.cfg.runtime_env, "env_vars": env_vars},
-            **options,
-        )
-        actor = remote(cls).remote(*args)
+        # No runtime_env of the actor's own: with one, Ray starts Python twice for each rank.
+        remote = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=_on(node.node_id), **options)
+        actor: Any = remote(cls).remote(*args)
         self._actors.append(actor)
         return actor
+
+    def environment(self, devices: Sequence[Device]) -> dict[str, str]:
+        """What a rank's environment must say before its libraries load: threads, and its GPUs or cores."""
+        node = devices[0].node if devices else self.nodes[0]
+        held = self._held[node.node_id]
+        threads = sum(device.threads for device in devices) or 1
+        gpus = [held["gpus"][device.slot] for device in devices if device.kind == "gpu"]
+        env = {
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        }
+        if devices and not gpus:
+            env["RLINF_CORES"] = ",".join(map(str, _cores(held["cores"], devices)))
+        return env
 
     def close(self) -> None:
         """End every actor of this run, and leave the cluster; a cluster that `connect` started ends with that."""
@@ -220,7 +215,7 @@ class Cluster:
 
 
 def pin() -> int:
-    """Bind this process to the cores that `Cluster.launch` gave it. Returns the number of threads to use."""
+    """Bind this process to the cores that `Cluster.environment` names. Returns the number of threads to use."""
     cores = os.environ.get("RLINF_CORES")
     if cores:
         wanted = {int(core) for core in cores.split(",")} & os.sched_getaffinity(0)

@@ -132,9 +132,9 @@ class Fleet:
         if self._glimpses:
             ready, _ = ray.wait(list(self._glimpses), num_returns=len(self._glimpses), timeout=0)
             for ref in ready:
-                group = self._glimpses.pop(ref)
+                name = self._glimpses.pop(ref)
                 try:
-                    self.watch(Glimpse(group, *ray.get(ref)))
+                    self.watch(Glimpse(name, *ray.get(ref)))
                 except ray.exceptions.RayError:
                     continue  # the rank is gone: its own call says so, and why
         asked = set(self._glimpses.values())

@@ -66,8 +66,7 @@ class Ready:
             parameters = describe_model(resolve(model)).parameters
             trains = hasattr(section, "optimizer")
             bytes_ = training_bytes(parameters, stage.ranks) if trains else 4 * parameters // max(stage.tp, 1)
-            if hasattr(section, "kv_cache_gib"):
-                bytes_ += int(section.kv_cache_gib * GIB)
+            bytes_ += int(getattr(section, "kv_cache_gib", 0) * GIB)
             lines.append(f"{stage.worker}: {bytes_ / GIB:.2f} GiB a rank x {stage.ranks}")
         return lines
 

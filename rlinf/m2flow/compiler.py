@@ -12,6 +12,7 @@ from typing import Union
 
 from rlinf.errors import PlacementError
 from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN, Graph
+from rlinf.m2flow.lease import Ticket
 from rlinf.m2flow.plan import Plan, Shared, Stage, stages
 
 
@@ -62,14 +63,6 @@ class ReceiveWeights:
 
 
 Op = Union[Pull, Run, Acquire, Release, SendWeights, ReceiveWeights]
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A turn on devices: all of ``holders`` ranks must give it back before an overlapping one starts."""
-
-    devices: frozenset[int]
-    holders: int
 
 
 @dataclass(frozen=True)

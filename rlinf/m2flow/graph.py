@@ -27,7 +27,8 @@ _IMPLICIT = (ROW, GROUP)
 class Source(Protocol):
     """Where rows come from. Cheap to make and picklable; loads in ``setup``."""
 
-    writes: tuple[str, ...]
+    @property
+    def writes(self) -> tuple[str, ...]: ...
 
     def setup(self) -> None: ...
     def next_batch(self) -> Any: ...
@@ -208,7 +209,7 @@ class Workflow:
             raise WorkflowError(f"flow.source takes an object with writes, setup, next_batch, state: found {source!r}")
         spec = StageSpec(f"source{len(self._nodes)}", reads=(), writes=tuple(source.writes))
         index = self._record(HOST, spec, {}, spec.writes_for(None), source)
-        return Stream(self, dict.fromkeys(spec.writes, index), index)
+        return Stream(self, dict.fromkeys(source.writes, index), index)
 
     def map(self, function: Any, stream: Stream) -> Stream:
         """Apply a function ``f(batch, metrics) -> Batch`` that carries a ``__stage__`` declaration."""

@@ -10,7 +10,13 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlinf.m2flow.compiler import Ticket
+
+@dataclass(frozen=True)
+class Ticket:
+    """A turn on devices: all of ``holders`` ranks must give it back before an overlapping one starts."""
+
+    devices: frozenset[int]
+    holders: int
 
 
 @dataclass

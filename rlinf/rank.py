@@ -1,0 +1,264 @@
+"""RankHost: the Ray actor around one worker. A thin shell: what a rank does stands in `Worker` and `Executor`.
+
+A rank has three threads of work: its program, its mailbox (so that rows arrive while it computes), and a watch that
+tells the driver how far it is. This module imports nothing heavy, so that a rank can set its environment (threads,
+GPUs) before the libraries that read it are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinf.channel.mailbox import Mailbox
+from rlinf.cluster import pin
+from rlinf.failure import Failure, RankError
+from rlinf.worker import RankContext
+
+if TYPE_CHECKING:
+    from rlinf.m2flow.compiler import Compiled
+    from rlinf.m2flow.executor import Executor, Report
+    from rlinf.m2flow.graph import Graph
+
+MAIL, WATCH = "mail", "watch"  # threads beside the program's own
+RENDEZVOUS_TIMEOUT_S = 600.0
+
+
+class _Notes(logging.Handler):
+    """Keeps warnings of a rank until the driver takes them; each text once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seen: set[str] = set()
+        self._new: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._seen:
+            self._seen.add(text)
+            self._new.append(text)
+
+    def take(self) -> list[str]:
+        new, self._new = self._new, []
+        return new
+
+
+class _RayWire:
+    """Reaches other ranks by Ray calls; large items travel in the object store, straight from rank to rank."""
+
+    def __init__(self, me: tuple[str, int], mailbox: Mailbox, peers: Mapping[str, Sequence[Any]], lease: Any) -> None:
+        self._me = me
+        self._mailbox = mailbox
+        self._peers = peers
+        self._lease = lease
+        self._sent: list[Any] = []
+
+    def send(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, item: Any) -> None:
+        import ray
+
+        away = [rank for rank in ranks if (group, rank) != self._me]
+        if len(away) < len(ranks):
+            self._mailbox.put(key, source, item)
+        if away:
+            packed = ray.put(_to_wire(item)) if len(away) > 1 else _to_wire(item)
+            self._sent += [self._peers[group][rank].deliver.remote(key, source, packed) for rank in away]
+
+    def close(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, sent: int) -> None:
+        for rank in ranks:
+            if (group, rank) == self._me:
+                self._mailbox.close(key, source, sent)
+            else:
+                self._sent.append(self._peers[group][rank].end.remote(key, source, sent))
+
+    def acquire(self, phase: str, execution: int, ticket: int) -> None:
+        import ray
+
+        ray.get(self._lease.acquire.remote(phase, execution, ticket))
+
+    def release(self, phase: str, execution: int, ticket: int) -> None:
+        import ray
+
+        ray.get(self._lease.release.remote(phase, execution, ticket))
+
+    def settle(self) -> None:
+        """Wait until everything sent has arrived; a peer that died raises."""
+        import ray
+
+        sent, self._sent = self._sent, []
+        ray.get(sent)
+
+
+def _to_wire(item: Any) -> Any:
+    """Lists of (name, tensor) leave as numpy arrays, whose memory Ray carries out of band; batches do so themselves."""
+    if isinstance(item, tuple) and isinstance(item[1], list):
+        from rlinf.batch import pack_tensor
+
+        return item[0], [(name, pack_tensor(tensor)) for name, tensor in item[1]]
+    return item
+
+
+def _from_wire(item: Any) -> Any:
+    if isinstance(item, tuple) and isinstance(item[1], list):
+        from rlinf.batch import unpack_tensor
+
+        return item[0], [(name, unpack_tensor(array, dtype, copy=False)) for name, (array, dtype) in item[1]]
+    return item
+
+
+class RankHost:
+    """The Ray actor around one `Worker`.
+
+    Args:
+        environ: environment variables of this rank.
+        paths: where Python finds the modules of the workflow.
+        payload: pickled (worker class, its config, its `RankContext`); unpickled once the environment is set.
+    """
+
+    def __init__(self, environ: Mapping[str, str], paths: Sequence[str], payload: bytes) -> None:
+        os.environ.update(environ)
+        sys.path[:0] = [path for path in paths if path not in sys.path]
+        threads = pin()
+        cls, cfg, ctx = pickle.loads(payload)
+        self._log_to(ctx)
+        self._doing = "start-up"
+        self._progress: tuple[float, float] = (0.0, 0.0)
+        self._mailbox = Mailbox()
+        self._notes = _Notes()
+        logging.getLogger("rlinf").addHandler(self._notes)
+        self.ctx = replace(ctx, threads=threads, report=self._report)
+        self.worker = cls(cfg, self.ctx)
+        self._executor: Executor | None = None
+        self._wire: _RayWire | None = None
+        self._node = socket.gethostname()
+
+    def _report(self, done: float, total: float) -> None:
+        self._progress = (done, total)
+
+    @staticmethod
+    def _log_to(ctx: RankContext) -> None:
+        """Everything that the rank prints, native libraries included, goes to a file of its own."""
+        logs = ctx.output_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(logs / f"{ctx.group}-{ctx.rank}.log", "ab", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+
+    def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
+        self._doing = doing
+        try:
+            return call()
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            at = (self._executor.current if self._executor else "") or doing
+            failure = Failure.of(error, self.ctx.group, self.ctx.rank, self._node, os.getpid(), at)
+            raise RankError(failure) from None
+        finally:
+            self._doing = ""
+
+    def identify(self) -> tuple[str, int, str, int]:
+        """(host name, pid, address, a free port): where rank 0's process group can meet."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return self._node, os.getpid(), address, probe.getsockname()[1]
+
+    def connect(
+        self, graph: Graph, compiled: Compiled, peers: Mapping[str, Sequence[Any]], lease: Any, meet: tuple[str, int]
+    ) -> None:
+        """Learn the others, and form the group's process group where the worker asks for one."""
+
+        from rlinf.m2flow.executor import Executor
+
+        def connect() -> None:
+            self._wire = _RayWire((self.ctx.group, self.ctx.rank), self._mailbox, peers, lease)
+            self._executor = Executor(graph, compiled, self.worker, self._mailbox, self._wire)
+            if self.worker.collective and self.ctx.world_size > 1:
+                self._rendezvous(*meet)
+
+        self._guard("joining the process group", connect)
+
+    def _rendezvous(self, address: str, port: int) -> None:
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        backend = "gloo"
+        if self.ctx.device.startswith("cuda"):
+            torch.cuda.set_device(self.ctx.device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=self.ctx.rank,
+            world_size=self.ctx.world_size,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        )
+
+    def setup(self) -> int:
+        """Build the worker; returns its bytes on the device."""
+
+        def setup() -> int:
+            self.worker.setup()
+            return self.worker.nbytes()
+
+        return self._guard("setup", setup)
+
+    def execute(self, phase: str, execution: int, version: int) -> Report:
+        def execute() -> Report:
+            assert self._executor is not None
+            assert self._wire is not None
+            report = self._executor.run(phase, execution, version)
+            self._wire.settle()
+            return report
+
+        return self._guard(phase, execute)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker, e.g. ``export``."""
+        return self._guard(method, lambda: getattr(self.worker, method)(*args))
+
+    def save(self, directory: Path) -> None:
+        from rlinf.checkpoint import save_state
+
+        self._guard("saving a checkpoint", lambda: save_state(self.worker.state(), directory))
+
+    def load(self, directory: Path) -> None:
+        from rlinf.checkpoint import load_state
+
+        def load() -> None:
+            self.worker.load_state(load_state(self.worker.state(), directory))
+
+        self._guard("loading a checkpoint", load)
+
+    def teardown(self) -> None:
+        self._mailbox.cancel()
+        self._guard("teardown", self.worker.teardown)
+
+    # Mail: runs beside the program.
+
+    def deliver(self, key: tuple[Any, ...], source: int, item: Any) -> None:
+        self._mailbox.put(key, source, _from_wire(item))
+
+    def end(self, key: tuple[Any, ...], source: int, sent: int) -> None:
+        self._mailbox.close(key, source, sent)
+
+    # Watch
+
+    def watch(self) -> tuple[str, float, float, list[str]]:
+        """(what it does, done, total, new warnings)."""
+        doing = (self._executor.current if self._executor else "") or self._doing
+        return (doing, *self._progress, self._notes.take())
