@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +133,7 @@ class Cluster:
                 "include_dashboard": None if asked else False,
                 "runtime_env": cfg.runtime_env or None,
             }
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 ray.init(address=asked, **common)
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
@@ -141,6 +144,8 @@ class Cluster:
                     ) from error
                 note(f"the Ray cluster last started here does not answer ({error}); starting another")
                 ray.init(address="local", **common)
+            finally:
+                _restore(handlers)
         nodes = _await_nodes(cfg, note)
         return cls(cfg, nodes, devices_of(nodes, cfg), connect)
 
@@ -223,6 +228,13 @@ def pin() -> int:
             with contextlib.suppress(OSError):  # a thread that has just ended
                 os.sched_setaffinity(int(thread), wanted)
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    """Ray puts its own handler on SIGTERM, which aborts the process: give the signals back to whoever had them."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _cores(available: Sequence[int], devices: Sequence[Device]) -> tuple[int, ...]:

@@ -146,7 +146,8 @@ class Fleet:
 def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, float], dict[str, float]]:
     """(metrics, seconds by node) of an execution.
 
-    Metrics are named ``group/metric``; where two stages of a group record the same name, ``group.stage/metric``.
+    Metrics are named ``group/metric`` (``map/metric`` for a map, which has no group of its own); where two stages of a
+    group record the same name, ``group.stage/metric``.
     Tensor-parallel ranks record the same, so the first of each replica counts. A node's seconds go from its first
     rank's start to its last rank's end.
     """
@@ -165,7 +166,8 @@ def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, floa
     owners: dict[str, list[str]] = {}
     for node, metrics in merged.items():
         for name in metrics:
-            owners.setdefault(f"{node.split('.')[0]}/{name}", []).append(node)
+            group, stage = node.split(".")
+            owners.setdefault(f"{stage if group == HOST else group}/{name}", []).append(node)
     values = {}
     for key, nodes in owners.items():
         for node in nodes:

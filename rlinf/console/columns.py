@@ -63,9 +63,9 @@ def duration(value: float) -> str:
 
 
 def short(phases: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Phases by the last part of their names where that is unique, the longest first."""
+    """Phases by the last part of their names where that is unique, the longest first; tiny ones are left out."""
     ends = [name.replace("/", ".").rsplit(".", 1)[-1] for name in phases]
     named = [
         (end if ends.count(end) == 1 else name, took) for end, (name, took) in zip(ends, phases.items(), strict=True)
     ]
-    return sorted(named, key=lambda pair: -pair[1])
+    return sorted(((name, took) for name, took in named if took >= 0.05), key=lambda pair: -pair[1])

@@ -22,6 +22,8 @@ from rlinf.generation.manifest import Manifest, checkpoint_shapes
 # vLLM silently raises a lower temperature to this, and refuses a higher one than that.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 HEAD = "lm_head.weight"
+# Samples share whole blocks of their prompt. The default on CPU, 128 tokens, is longer than many a prompt.
+CPU_BLOCK_TOKENS = 32
 
 
 class VllmEngine(Engine):
@@ -64,7 +66,7 @@ class VllmEngine(Engine):
     def _memory_arguments(self) -> dict[str, Any]:
         if self._on_gpu:
             return {"gpu_memory_utilization": self._spec.gpu_memory_utilization, "enable_sleep_mode": True}
-        return {"kv_cache_memory_bytes": self._spec.kv_cache_bytes}
+        return {"kv_cache_memory_bytes": self._spec.kv_cache_bytes, "block_size": CPU_BLOCK_TOKENS}
 
     def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         return self._engine.collective_rpc(method, kwargs=arguments)
