@@ -35,7 +35,13 @@ setup(
         "embodied": ["gymnasium[mujoco]>=1.2,<2", "envpool>=1.1,<2"],
         "wandb": ["wandb>=0.22,<1"],
         "mlflow": ["mlflow>=3,<4"],
-        "dev": ["pytest>=8.4,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.140,<7", "ruff>=0.14,<0.18", "mypy>=1.18,<3"],
+        "dev": [
+            "pytest>=8.4,<10",
+            "pytest-timeout>=2.4,<3",
+            "hypothesis>=6.140,<7",
+            "ruff>=0.14,<0.18",
+            "mypy>=1.18,<3",
+        ],
     },
     entry_points={
         "console_scripts": ["rlinf-train=rlinf.train:main"],

@@ -44,7 +44,7 @@ class DataConfig:
     template: str = "{question}"  # text of the user message; {question} is replaced
     chat_template: str = "auto"  # auto (the tokenizer's own, else plain) | plain
     max_prompt_tokens: int = 256  # longer prompts are left out, and counted
-    prompts_per_step: int = 8  # prompts in one training iteration
+    prompts_per_step: int = 4  # prompts in one training iteration
     shuffle: bool = True  # a new order every epoch, derived from the seed
 
 
@@ -140,7 +140,7 @@ class RolloutConfig:
     engine: str = "vllm"  # vllm | hf
     dp: int = 0  # engine replicas; 0: devices / tp
     tp: int = 1  # tensor-parallel size of one engine
-    samples_per_prompt: int = 4  # responses sampled for each prompt
+    samples_per_prompt: int = 8  # responses sampled for each prompt
     max_new_tokens: int = 32  # responses are cut off here, and marked truncated
     temperature: float = 1.0  # of training samples; log-probabilities are taken at the same temperature
     kv_cache_gib: float = 1.0  # memory of the KV cache of an engine on CPU
@@ -190,7 +190,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    steps: int = 12  # training iterations
+    steps: int = 10  # training iterations
     seed: int = 0  # everything random derives from it
     deterministic: bool = True  # deterministic kernels: the same seed gives the same weights, bit for bit, on CPU
     output_root: str = "outputs"  # runs without output_dir get <output_root>/<workflow>-<model>/<time>

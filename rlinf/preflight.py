@@ -93,6 +93,7 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
     from rlinf.tracking import check as check_logger
 
     sizes = batch_sizes(cfg)
+    check_names(cfg)
     check_data(cfg.data)
     check_reward(cfg.reward)
     check_logger(cfg.logger)
@@ -104,7 +105,7 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
     identity = Identity(name, f"{info.architecture}, {info.layers} layers, {info.parameters:,} parameters")
     root = Path(cfg.output_root) / f"{name}-{cfg.model.name}"
     output_dir, resume = _place(cfg, root, identity)
-    writable(output_dir.parent if not output_dir.exists() else output_dir)
+    writable(next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists()))
     filled = replace(
         cfg,
         workflow=replace(cfg.workflow, name=name),
@@ -113,6 +114,29 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
         critic=replace(cfg.critic, optimizer=_total(cfg.critic.optimizer, sizes, cfg.steps)),
     )
     return Ready(filled, graph, sizes, identity, output_dir, resume)
+
+
+def check_names(cfg: TrainConfig) -> None:
+    """Names that stand for functions: they are looked up, and the loss is tried on no rows at all.
+
+    Raises:
+        ConfigError: naming the key and the nearest name.
+    """
+    import torch
+
+    from rlinf.algorithms.losses import PolicyLossInputs, policy_loss
+    from rlinf.algorithms.schedule import lr_factor
+    from rlinf.console import check as check_console
+    from rlinf.generation.engine import check_engine
+    from rlinf.models.load import compute_dtype
+
+    check_console(cfg.logger)
+    check_engine(cfg.rollout.engine)
+    compute_dtype(cfg.model, "cpu")
+    none, rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    policy_loss(PolicyLossInputs(none, none, none, rows, none, none), cfg.algorithm)
+    for role in (cfg.actor, cfg.critic):
+        lr_factor(0, replace(role.optimizer, total_steps=max(role.optimizer.warmup_steps, cfg.steps) + 1))
 
 
 def _total(optimizer: OptimizerConfig, sizes: BatchSizes, steps: int) -> OptimizerConfig:

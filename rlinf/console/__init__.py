@@ -20,7 +20,13 @@ from rlinf.errors import ConfigError
 
 MODES = ("auto", "live", "lines", "off")
 
-__all__ = ["MODES", "Console", "LineConsole", "SilentConsole", "Stage", "open_console"]
+__all__ = ["MODES", "Console", "LineConsole", "SilentConsole", "Stage", "check", "open_console"]
+
+
+def check(cfg: LoggerConfig) -> None:
+    """Raises `ConfigError` where ``logger.console`` asks for one that is not."""
+    if cfg.console not in MODES:
+        raise ConfigError(f"logger.console is {cfg.console!r}; it is one of {', '.join(MODES)}")
 
 
 def open_console(cfg: LoggerConfig) -> Console:
@@ -29,8 +35,7 @@ def open_console(cfg: LoggerConfig) -> Console:
     Raises:
         ConfigError: it asks for one that is not.
     """
-    if cfg.console not in MODES:
-        raise ConfigError(f"logger.console is {cfg.console!r}; it is one of {', '.join(MODES)}")
+    check(cfg)
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if cfg.console == "live" or (cfg.console == "auto" and terminal):
         from rlinf.console.live import LiveConsole

@@ -155,16 +155,24 @@ def register_engine(name: str, target: str) -> None:
     _ENGINES[name] = target
 
 
+def check_engine(name: str) -> str:
+    """Where the engine registered as ``name`` is.
+
+    Raises:
+        ConfigError: no engine has that name.
+    """
+    if name not in _ENGINES:
+        raise ConfigError(f"rollout.engine={name!r} is not one of {sorted(_ENGINES)}")
+    return _ENGINES[name]
+
+
 def build_engine(name: str, spec: EngineSpec) -> Engine:
     """The engine registered as ``name``, with the weights of ``spec.model_dir``.
 
     Raises:
         ConfigError: no engine has that name, or its package is not installed.
     """
-    target = _ENGINES.get(name)
-    if target is None:
-        raise ConfigError(f"rollout.engine={name!r} is not one of {sorted(_ENGINES)}")
-    module, _, attribute = target.partition(":")
+    module, _, attribute = check_engine(name).partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
