@@ -22,6 +22,7 @@ setup(
         "gguf>=0.17,<1",
         "accelerate>=1.10,<2",
         "numpy>=2,<3",
+        "psutil>=6,<8",
         "rich>=14,<16",
         "tensorboard>=2.20,<3",
         "datasets>=4,<6",

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlinf.config import ClusterConfig
 from rlinf.errors import PlacementError
+from rlinf.reaper import Reaper
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Cluster:
     Attributes:
         nodes: the nodes that this run uses.
         devices: their devices.
+        reaper: ends what this process's own cluster leaves behind, see `rlinf.reaper`.
         connected: whether `connect` joined or started it (not whoever called before), and so `close` leaves it.
     """
 
@@ -107,6 +109,7 @@ class Cluster:
     nodes: tuple[NodeInfo, ...]
     devices: tuple[Device, ...]
     connected: bool
+    reaper: Reaper | None = None
     _holds: dict[str, Any] = field(default_factory=dict)
     _held: dict[str, dict[str, Any]] = field(default_factory=dict)
     _actors: list[Any] = field(default_factory=list)
@@ -122,11 +125,12 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ranks choose their GPUs themselves (they share them in turns), so Ray must not hide them.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        asked = cfg.address or os.environ.get("RAY_ADDRESS")
         import ray
 
         connect = not ray.is_initialized()
+        reaper = Reaper() if connect and not asked else None
         if connect:
-            asked = cfg.address or os.environ.get("RAY_ADDRESS")
             common: dict[str, Any] = {
                 "log_to_driver": False,
                 "logging_level": "ERROR",
@@ -147,7 +151,7 @@ class Cluster:
             finally:
                 _restore(handlers)
         nodes = _await_nodes(cfg, note)
-        return cls(cfg, nodes, devices_of(nodes, cfg), connect)
+        return cls(cfg, nodes, devices_of(nodes, cfg), connect, reaper)
 
     def hold(self, note: Callable[[str], None] = lambda text: None) -> None:
         """Reserve the nodes' resources for this run.
@@ -176,6 +180,8 @@ class Cluster:
                     f"{self.cfg.wait_s:.0f} s (free in the whole cluster: {free}): another job holds them; "
                     "wait for it, or raise cluster.wait_s"
                 ) from None
+        if self.reaper is not None:
+            self.reaper.remember()
         note(", ".join(str(device) for device in self.devices))
 
     def launch(self, cls: type, *args: Any, devices: Sequence[Device] = (), **options: Any) -> Any:
@@ -217,6 +223,8 @@ class Cluster:
         self._holds.clear()
         if self.connected:
             ray.shutdown()
+        if self.reaper is not None:
+            self.reaper.close()
 
 
 def pin() -> int:
