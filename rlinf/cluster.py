@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -129,6 +131,8 @@ class Cluster:
         import ray
 
         connect = not ray.is_initialized()
+        if connect and asked:
+            _probe(asked, cfg.wait_s)
         reaper = Reaper() if connect and not asked else None
         if connect:
             common: dict[str, Any] = {
@@ -142,10 +146,7 @@ class Cluster:
                 ray.init(address=asked, **common)
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
                 if asked and asked != "local":
-                    raise PlacementError(
-                        f"no Ray cluster answers at {asked} ({error}): start it with `ray start --head`, "
-                        "correct cluster.address or RAY_ADDRESS, or unset both to start one here"
-                    ) from error
+                    raise _no_cluster(asked, error) from error
                 note(f"the Ray cluster last started here does not answer ({error}); starting another")
                 ray.init(address="local", **common)
             finally:
@@ -236,6 +237,28 @@ def pin() -> int:
             with contextlib.suppress(OSError):  # a thread that has just ended
                 os.sched_setaffinity(int(thread), wanted)
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def _no_cluster(address: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        f"no Ray cluster answers at {address} ({error}): start it with `ray start --head`, correct cluster.address or "
+        "RAY_ADDRESS, or unset both to start one here"
+    )
+
+
+def _probe(address: str, wait_s: float) -> None:
+    """Ray itself would try an address where nobody listens for minutes.
+
+    Raises:
+        PlacementError: nobody accepts a connection at ``host:port``.
+    """
+    found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
+    if found is None:
+        return  # "auto", "local", or a form that Ray knows better
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=wait_s).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
