@@ -131,24 +131,23 @@ class Cluster:
         import ray
 
         connect = not ray.is_initialized()
-        if connect and asked:
-            _probe(asked, cfg.wait_s)
-        reaper = Reaper() if connect and not asked else None
+        reaper = None
         if connect:
+            if asked:
+                _probe(asked, cfg.wait_s)
+            elsewhere = None if asked == "local" else asked or _started_here(note)
+            reaper = None if elsewhere else Reaper()
             common: dict[str, Any] = {
                 "log_to_driver": False,
                 "logging_level": "ERROR",
-                "include_dashboard": None if asked else False,
+                "include_dashboard": None if elsewhere else False,
                 "runtime_env": cfg.runtime_env or None,
             }
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
-                ray.init(address=asked, **common)
+                ray.init(address=elsewhere or "local", **common)
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
-                if asked and asked != "local":
-                    raise _no_cluster(asked, error) from error
-                note(f"the Ray cluster last started here does not answer ({error}); starting another")
-                ray.init(address="local", **common)
+                raise _no_cluster(elsewhere or "local", error) from error
             finally:
                 _restore(handlers)
         nodes = _await_nodes(cfg, note)
@@ -259,6 +258,21 @@ def _probe(address: str, wait_s: float) -> None:
         socket.create_connection((found[1], int(found[2])), timeout=wait_s).close()
     except OSError as error:
         raise _no_cluster(address, error) from error
+
+
+def _started_here(note: Callable[[str], None]) -> str | None:
+    """The address of the cluster that ``ray start`` last started on this machine, if it still answers."""
+    from ray._private.utils import read_ray_address
+
+    address = read_ray_address()
+    if not address:
+        return None
+    try:
+        _probe(address, 2.0)
+    except PlacementError:
+        note(f"the Ray cluster last started here, {address}, is gone: starting one")
+        return None
+    return address
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
