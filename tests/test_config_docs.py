@@ -28,7 +28,7 @@ def test_every_field_of_the_root_and_of_its_groups_is_there():
 @pytest.mark.parametrize(
     ("name", "type_", "default"),
     [
-        ("steps", "int", "12"),
+        ("steps", "int", "10"),
         ("data.kind", "str", "(required)"),
         ("model.path", "str | None", "null"),
         ("actor.optimizer.betas", "tuple[float, float]", "[0.9, 0.999]"),

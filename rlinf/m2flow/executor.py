@@ -122,6 +122,7 @@ class Executor:
 
     def _run(self, phase: str, execution: int, node: Node, targets: tuple[int, ...]) -> None:
         ctx = self.worker.ctx
+        ctx.report(0.0, 0.0)
         given = self._inputs.pop(node.index, Batch({}))
         sent = dict.fromkeys(targets, 0)
         for made in self._call(node, given):

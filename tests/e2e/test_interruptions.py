@@ -12,14 +12,7 @@ from tests.e2e.command import SMALL, Command, steps_done, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 STEPS = 5
-RUN = (
-    "+workflow=ppo",
-    *SMALL,
-    f"steps={STEPS}",
-    "checkpoint.every=1",
-    "evaluation.before=false",
-    "algorithm.kl_coef=0",
-)
+RUN = ("+workflow=grpo", *SMALL, f"steps={STEPS}", "checkpoint.every=1", "evaluation.before=false")
 
 
 def test_a_run_that_is_killed_in_every_way_ends_at_the_weights_of_one_that_is_not(tmp_path: Path) -> None:

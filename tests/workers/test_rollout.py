@@ -23,7 +23,8 @@ ROWS = [5, 2, 9]
 
 
 def config(**changes: Any) -> RolloutConfig:
-    defaults: dict[str, Any] = {"model": ModelConfig(name="tiny"), "engine": "hf", "max_new_tokens": 6}
+    defaults: dict[str, Any] = {"engine": "hf", "samples_per_prompt": 4, "max_new_tokens": 6}
+    defaults["model"] = ModelConfig(name="tiny")
     return RolloutConfig(**{**defaults, **changes})
 
 
