@@ -150,8 +150,12 @@ class Cluster:
                 raise _no_cluster(elsewhere or "local", error) from error
             finally:
                 _restore(handlers)
-        nodes = _await_nodes(cfg, note)
-        return cls(cfg, nodes, devices_of(nodes, cfg), connect, reaper)
+        try:
+            nodes = _await_nodes(cfg, note)
+            return cls(cfg, nodes, devices_of(nodes, cfg), connect, reaper)
+        except BaseException:
+            cls(cfg, (), (), connect, reaper).close()
+            raise
 
     def hold(self, note: Callable[[str], None] = lambda text: None) -> None:
         """Reserve the nodes' resources for this run.

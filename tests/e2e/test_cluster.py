@@ -62,3 +62,11 @@ def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any
 def test_an_address_where_no_cluster_answers_is_an_error_that_says_so() -> None:
     with pytest.raises(PlacementError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         Cluster.connect(ClusterConfig(address="127.0.0.1:1", wait_s=2))
+
+
+def test_a_cluster_that_was_started_in_vain_is_left_again() -> None:
+    import ray
+
+    with pytest.raises(PlacementError, match=r"cluster\.nodes=2, but 1 joined within 1 s"):
+        Cluster.connect(ClusterConfig(address="local", nodes=2, wait_s=1))
+    assert not ray.is_initialized()
