@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 
@@ -22,10 +21,15 @@ class Wordless(Exception):
         raise RuntimeError("no text")
 
 
+def hang():
+    """Never return: only a kill ends it."""
+    threading.Event().wait()
+
+
 def misbehave(response, answer):
     match response:
         case "slow":
-            time.sleep(3600)
+            hang()
         case "lock":  # holds the interpreter's lock for ever
             re.match(r"(a+)+b", "a" * 64)
         case "exit":
@@ -44,12 +48,12 @@ def misbehave(response, answer):
             return len(bytearray(1 << 36))
         case "close":  # closes every pipe to the parent
             os.closerange(3, 64)
-            time.sleep(3600)
+            hang()
         case "child":  # leaves a process of its own behind, then hangs
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
             with open(answer, "w") as file:
                 file.write(str(child.pid))
-            time.sleep(3600)
+            hang()
         case "print":
             print("a scorer's print goes to stderr")
     return {
