@@ -232,7 +232,8 @@ def test_the_view_fits_a_low_and_narrow_terminal_without_block_letters():
 def test_an_empty_view_and_a_run_without_reward_draw():
     assert "step 0/0" in drawn(View())
     drawn(View(rewards=[math.nan, math.nan]))
-    drawn(View(phases={"a": 0.0}))
+    assert "last step" not in drawn(View(phases={"a": 0.0}))
+    assert "0.04 s" in drawn(View(phases={"a": 0.04}))
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
@@ -246,3 +247,5 @@ def test_phases_have_their_short_names_where_these_are_unique():
         ("critic.train", 2.0),
         ("actor.train", 1.0),
     ]
+    assert short({"a": 5.0, "b": 0.09}) == [("a", 5.0)]
+    assert short({"a": 0.05, "b": 0.04}) == [("a", 0.05), ("b", 0.04)]

@@ -63,9 +63,18 @@ def duration(value: float) -> str:
 
 
 def short(phases: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Phases by the last part of their names where that is unique, the longest first; tiny ones are left out."""
+    """Phases by the last part of their names where that is unique, the longest first.
+
+    Those under a fiftieth of the longest are left out.
+    """
     ends = [name.replace("/", ".").rsplit(".", 1)[-1] for name in phases]
     named = [
         (end if ends.count(end) == 1 else name, took) for end, (name, took) in zip(ends, phases.items(), strict=True)
     ]
-    return sorted(((name, took) for name, took in named if took >= 0.05), key=lambda pair: -pair[1])
+    least = max(phases.values(), default=0.0) / 50
+    return sorted(((name, took) for name, took in named if took > 0 and took >= least), key=lambda pair: -pair[1])
+
+
+def brief(took: float) -> str:
+    """Seconds of a phase: ``8.4``, ``0.04``."""
+    return f"{took:.1f}" if took >= 0.1 else f"{took:.2f}"

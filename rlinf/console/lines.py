@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlinf.console.base import Console
-from rlinf.console.columns import COLUMNS, EVALUATED, duration, pick, short
+from rlinf.console.columns import COLUMNS, EVALUATED, brief, duration, pick, short
 
 _QUIET_S = 60.0  # a step that takes longer says how far it is
 
@@ -35,7 +35,7 @@ class LineConsole(Console):
             parts.append(f"eta {duration(left)}")
         line = "  ".join(parts)
         if phases:
-            line += "  | " + "  ".join(f"{name} {took:.1f}" for name, took in short(phases))
+            line += "  | " + "  ".join(f"{name} {brief(took)}" for name, took in short(phases))
         self._say(line)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:

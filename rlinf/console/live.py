@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlinf.console.base import Console, Stage
-from rlinf.console.columns import COLUMNS, EVALUATED, duration, pick, short
+from rlinf.console.columns import COLUMNS, EVALUATED, brief, duration, pick, short
 
 _ROWS = 8  # recent steps in the table
 _SPARKS = " ▁▂▃▄▅▆▇█"
@@ -125,16 +125,18 @@ def _course(rewards: Sequence[float]) -> RenderableType:
 
 def _phases(phases: Mapping[str, float], ascii_only: bool) -> RenderableType:
     ordered = short(phases)
+    if not ordered:
+        return ""
     total = sum(took for _, took in ordered) or 1.0
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     if ascii_only:
-        return Text("time  ").append("  ".join(f"{name} {took:.1f} s ({took / total:.0%})" for name, took in ordered))
+        return Text("time  ").append("  ".join(f"{name} {brief(took)} s ({took / total:.0%})" for name, took in ordered))
     for i, (name, took) in enumerate(ordered):
         colour = _COLOURS[i % len(_COLOURS)]
-        grid.add_row(Text(name, style=colour), Bar(total, 0, took, color=colour), f"{took:.1f} s {took / total:4.0%}")
+        grid.add_row(Text(name, style=colour), Bar(total, 0, took, color=colour), f"{brief(took)} s {took / total:4.0%}")
     return Group(Text("time of the last step", style="dim"), grid)
 
 
