@@ -133,10 +133,12 @@ def _phases(phases: Mapping[str, float], ascii_only: bool) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     if ascii_only:
-        return Text("time  ").append("  ".join(f"{name} {brief(took)} s ({took / total:.0%})" for name, took in ordered))
+        texts = [f"{name} {brief(took)} s ({took / total:.0%})" for name, took in ordered]
+        return Text("time  ").append("  ".join(texts))
     for i, (name, took) in enumerate(ordered):
         colour = _COLOURS[i % len(_COLOURS)]
-        grid.add_row(Text(name, style=colour), Bar(total, 0, took, color=colour), f"{brief(took)} s {took / total:4.0%}")
+        share = f"{brief(took)} s {took / total:4.0%}"
+        grid.add_row(Text(name, style=colour), Bar(total, 0, took, color=colour), share)
     return Group(Text("time of the last step", style="dim"), grid)
 
 
