@@ -85,6 +85,7 @@ class AlgorithmConfig:
     kl_estimator: str = "auto"  # auto (reward: k1, loss: k3) | k1 | k2 | k3; as a loss the gradient is the KL's own
     entropy_coef: float = 0.0  # weight of the entropy bonus
     value_clip: float = 0.2  # value loss clip around the old values; 0: off
+    critic_warmup: int = 0  # training iterations at the start in which the critic alone learns, and the actor waits
     epochs: int = 1  # passes over a batch
     mini_batch_size: int = 0  # samples to one optimiser step; 0: the whole batch
     missing_eos_penalty: float = 0.0  # subtracted from the score of a response cut off by max_new_tokens
@@ -99,7 +100,7 @@ class OptimizerConfig:
     schedule: str = "constant"  # constant | linear | cosine, after the warm-up
     warmup_steps: int = 0  # optimiser steps of linear warm-up
     min_lr_ratio: float = 0.0  # the schedule ends at lr times this
-    total_steps: int = 0  # optimiser steps of the schedule; 0: derived from run.steps
+    total_steps: int = 0  # optimiser steps of the schedule; 0: those of the run (the actor's without critic_warmup)
     max_grad_norm: float = 1.0  # global norm clipping; 0: off
 
 
@@ -153,7 +154,7 @@ class RolloutConfig:
 
 @dataclass
 class EvaluationConfig:
-    before: bool = True  # evaluate before the first step
+    before: bool = True  # evaluate before the first step; a resumed run keeps the score of its start
     after: bool = True  # evaluate after the last step
     every: int = 0  # evaluate every this many steps; 0: never in between
     temperature: float = 0.0  # 0: greedy

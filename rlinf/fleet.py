@@ -87,10 +87,10 @@ class Fleet:
             sizes.setdefault(group, []).append(size)
         return sizes
 
-    def execute(self, phase: str, version: int) -> list[Report]:
+    def execute(self, phase: str, done: int) -> list[Report]:
         """Let every group run its program of this phase once."""
         self._executions += 1
-        return list(self._all("execute", lambda group: (phase, self._executions, version)).values())
+        return list(self._all("execute", lambda group: (phase, self._executions, done)).values())
 
     def save(self, directory: Path) -> dict[str, int]:
         """Every group writes its state below ``directory``. Returns the ranks of each group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Ready:
     """A run that may start.
 
     Attributes:
-        cfg: with every derived value filled in.
+        cfg: with every derived value filled in; the graph's workers have the same values.
         sizes: batch arithmetic.
         identity: what its checkpoints are of.
         resume: the checkpoint to go on from, and its meta.
@@ -48,6 +48,7 @@ class Ready:
         lines += [f"devices{' (if it runs on this machine alone)' if here else ''}: {'; '.join(map(str, found))}"]
         lines += ["placement: " + describe(plan)[0], *describe(plan)[1:]]
         lines += self.sizes.lines()
+        lines += [f"{node.name} waits for the first {node.starts} steps" for node in self.graph.nodes if node.starts]
         lines += ["memory, estimated (weights, gradients and optimizer; activations come on top):"]
         lines += [f"  {text}" for text in self._memory(list(stages(plan)))]
         start = f"resumes {self.resume[0]} (step {self.resume[1].step})" if self.resume else "starts anew"
@@ -80,8 +81,12 @@ def local_devices(cfg: TrainConfig) -> tuple[Device, ...]:
     return devices_of([NodeInfo("here", "this machine", cpus, torch.cuda.device_count(), memory)], cfg.cluster)
 
 
-def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
-    """Check a config against the data, the model and the disk.
+def preflight(cfg: TrainConfig, build: Callable[[TrainConfig], Graph]) -> Ready:
+    """Check a config against the workflow, the data, the model and the disk.
+
+    Args:
+        cfg: as it was composed.
+        build: makes the graph from the config with its schedules filled in.
 
     Raises:
         RlinfError: of the kind that fits, naming the key or row and the remedy.
@@ -94,6 +99,9 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
 
     sizes = batch_sizes(cfg)
     check_names(cfg)
+    cfg = _with_schedules(cfg, sizes)
+    graph = build(cfg)
+    _check_warmup(cfg, graph)
     check_data(cfg.data)
     check_reward(cfg.reward)
     check_logger(cfg.logger)
@@ -106,13 +114,7 @@ def preflight(cfg: TrainConfig, graph: Graph) -> Ready:
     root = Path(cfg.output_root) / f"{name}-{cfg.model.name}"
     output_dir, resume = _place(cfg, root, identity)
     writable(next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists()))
-    filled = replace(
-        cfg,
-        workflow=replace(cfg.workflow, name=name),
-        output_dir=str(output_dir),
-        actor=replace(cfg.actor, optimizer=_total(cfg.actor.optimizer, sizes, cfg.steps)),
-        critic=replace(cfg.critic, optimizer=_total(cfg.critic.optimizer, sizes, cfg.steps)),
-    )
+    filled = replace(cfg, workflow=replace(cfg.workflow, name=name), output_dir=str(output_dir))
     return Ready(filled, graph, sizes, identity, output_dir, resume)
 
 
@@ -139,12 +141,32 @@ def check_names(cfg: TrainConfig) -> None:
         lr_factor(0, replace(role.optimizer, total_steps=max(role.optimizer.warmup_steps, cfg.steps) + 1))
 
 
+def _with_schedules(cfg: TrainConfig, sizes: BatchSizes) -> TrainConfig:
+    """Learning-rate schedules that span the iterations in which their role learns."""
+    actor = _total(cfg.actor.optimizer, sizes, cfg.steps - cfg.algorithm.critic_warmup)
+    critic = _total(cfg.critic.optimizer, sizes, cfg.steps)
+    return replace(cfg, actor=replace(cfg.actor, optimizer=actor), critic=replace(cfg.critic, optimizer=critic))
+
+
+def _check_warmup(cfg: TrainConfig, graph: Graph) -> None:
+    """A warm-up in which nothing learns, or in which everything does, is none."""
+    k = cfg.algorithm.critic_warmup
+    learners = [node for node in graph.nodes if node.spec.updates]
+    waits = [node.name for node in learners if node.starts]
+    if k and (not waits or len(waits) == len(learners)):
+        found = f"all that learn wait: {', '.join(waits)}" if waits else "no stage waits"
+        raise ConfigError(
+            f"algorithm.critic_warmup={k}, and in workflow {graph.name} {found}; it needs an actor that waits and a "
+            "critic that learns meanwhile (as in +workflow=ppo): set algorithm.critic_warmup=0"
+        )
+
+
 def _total(optimizer: OptimizerConfig, sizes: BatchSizes, steps: int) -> OptimizerConfig:
     total = optimizer.total_steps or sizes.optimizer_steps * steps
     if optimizer.warmup_steps >= total and optimizer.schedule != "constant":
         raise ConfigError(
             f"warmup_steps={optimizer.warmup_steps} leaves nothing of the {total} optimizer steps "
-            f"({sizes.optimizer_steps} a step x steps={steps}) for the {optimizer.schedule} schedule: lower it"
+            f"({sizes.optimizer_steps} a step x {steps} steps) for the {optimizer.schedule} schedule: lower it"
         )
     return replace(optimizer, total_steps=total)
 

@@ -217,11 +217,11 @@ class RankHost:
 
         return self._guard("setup", setup)
 
-    def execute(self, phase: str, execution: int, version: int) -> Report:
+    def execute(self, phase: str, execution: int, done: int) -> Report:
         def execute() -> Report:
             assert self._executor is not None
             assert self._wire is not None
-            report = self._executor.run(phase, execution, version)
+            report = self._executor.run(phase, execution, done)
             self._wire.settle()
             return report
 

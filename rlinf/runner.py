@@ -30,7 +30,8 @@ class Outcome:
 
     Attributes:
         steps: training iterations that are done.
-        before, after: mean validation reward at the run's first and last evaluation; ``None`` without one.
+        before, after: mean validation reward at the first and the last evaluation of the whole run, interruptions and
+            all; ``None`` without one.
         checkpoint: the newest checkpoint.
         export: the trained model as a Hugging Face directory.
         output_dir: metrics, samples, logs.
@@ -73,10 +74,10 @@ class _Run:
         self.cfg = ready.cfg
         self.console = console
         self.checkpoints = Checkpoints(ready.output_dir, self.cfg.checkpoint.keep)
-        self.step = ready.resume[1].step if ready.resume else 0
-        self.before: float | None = None
-        self.after: float | None = None
-        self.saved: Path | None = ready.resume[0] if ready.resume else None
+        self.saved: Path | None
+        self.saved, meta = ready.resume or (None, None)
+        self.step = meta.step if meta else 0
+        self.before, self.after = (meta.before, meta.after) if meta else (None, None)
         self.fleet: Fleet
         self.trackers: Trackers
         self.samples: Samples
@@ -119,7 +120,7 @@ class _Run:
         cfg = self.cfg
         evaluates = bool(self.ready.graph.phase(EVALUATE))
         self.console.start(cfg.steps, self.step)
-        if evaluates and cfg.evaluation.before:
+        if evaluates and cfg.evaluation.before and self.step == 0:  # later it would not be before
             self._evaluate()
         while self.step < cfg.steps:
             self._train_step()
@@ -144,7 +145,7 @@ class _Run:
         values |= {f"time/{name}": value for name, value in phases.items()}
         if "rollout/tokens" in values:
             values["perf/tokens_per_s"] = values["rollout/tokens"] / seconds
-        values["weight_version"] = self.step
+        values["weight_version"] = self._version()
         self.trackers.log(self.step, values)
         self.samples.write(self.step, flatten_rows(reports))
         self.console.step(self.step, values, phases)
@@ -164,17 +165,24 @@ class _Run:
         try:
             sizes = self.fleet.save(path)
             meta = Meta(
-                self.step,
-                self.step,
-                self.ready.identity.workflow,
-                self.ready.identity.model,
-                sizes,
-                hashlib.sha256(repr(self.cfg).encode()).hexdigest()[:16],
+                step=self.step,
+                weight_version=self._version(),
+                workflow=self.ready.identity.workflow,
+                model=self.ready.identity.model,
+                world_sizes=sizes,
+                before=self.before,
+                after=self.after,
+                config_digest=hashlib.sha256(repr(self.cfg).encode()).hexdigest()[:16],
             )
             self.saved = self.checkpoints.commit(path, meta)
         except BaseException:
             self.checkpoints.abandon(path)
             raise
+
+    def _version(self) -> int:
+        """Of the weights that are sent, else of all."""
+        graph = self.ready.graph
+        return max((graph.version(sync.source, self.step) for sync in graph.syncs), default=self.step)
 
     def _export(self) -> Path | None:
         for sync in self.ready.graph.syncs:

@@ -74,7 +74,7 @@ def train(cfg: TrainConfig) -> Any:
     """
     from rlinf.preflight import preflight
 
-    ready = preflight(cfg, load_graph(cfg))
+    ready = preflight(cfg, load_graph)
     if cfg.dry_run:
         print("\n".join(ready.lines()))
         return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.algorithms.schedule import lr_factor
 from rlinf.checkpoint import Checkpoints, Meta, save_state
 from rlinf.compose import compose
 from rlinf.errors import CheckpointError, ConfigError, DataError, ModelError, PlacementError, RlinfError
@@ -18,7 +19,7 @@ BASE = ("+workflow=ppo", "model=tiny", "data=digits")
 
 def check(tmp_path: Path, *overrides: str) -> Ready:
     cfg = compose([*BASE, f"output_root={tmp_path}", *overrides])
-    return preflight(cfg, load_graph(cfg))
+    return preflight(cfg, load_graph)
 
 
 def rows(path: Path, *lines: str) -> Path:
@@ -31,6 +32,8 @@ def rows(path: Path, *lines: str) -> Path:
     [
         ("algorithm.mini_batch_size=5", ConfigError, r"mini_batch_size=5 does not divide the 32 samples.*are 2, 4, 8"),
         ("data.prompts_per_step=0", ConfigError, r"data\.prompts_per_step=0 must be at least 1"),
+        ("algorithm.critic_warmup=-1", ConfigError, r"critic_warmup=-1 must be 0 or more"),
+        ("algorithm.critic_warmup=12", ConfigError, r"critic_warmup=12 must be .* below steps=10"),
         ("actor.tp=0", ConfigError, r"actor\.tp=0 must be at least 1"),
         ("actor.tp=3", ModelError, r"tp=3 would split a head.*set tp to one of \[1, 2\]"),
         ("data.kind=nonsense", DataError, "nonsense"),
@@ -75,7 +78,7 @@ def test_a_bad_data_file_is_named_with_its_row(tmp_path: Path, lines: tuple[str,
     cfg = compose([*BASE, "data=jsonl", f"data.train={path}", "data.validation_size=0", "reward.scorer=exact_match"])
 
     def read() -> None:
-        preflight(cfg, load_graph(cfg))
+        preflight(cfg, load_graph)
         Prompts(cfg.data, cfg.model, "train", 0).setup()  # rows past the first are read by the run
 
     with pytest.raises(DataError, match=text):
@@ -171,6 +174,21 @@ def test_a_dry_run_prints_what_would_run_and_starts_nothing(
 def test_the_learning_rate_schedule_spans_the_run(tmp_path: Path) -> None:
     ready = check(tmp_path, "steps=7", "algorithm.mini_batch_size=16", "algorithm.epochs=2")
     assert ready.cfg.actor.optimizer.total_steps == 7 * 2 * 2
+
+
+def test_the_actors_schedule_begins_after_the_critics_warm_up_and_ends_with_the_run(tmp_path: Path) -> None:
+    linear = ("actor.optimizer.schedule=linear", "critic.optimizer.schedule=linear")
+    ready = check(tmp_path, "steps=7", "algorithm.critic_warmup=3", "algorithm.mini_batch_size=16", *linear)
+    # The workers' own configs: those of the graph, not only the one that is shown.
+    actor, critic = (ready.graph.workers[name].cfg.optimizer for name in ("actor", "critic"))
+    assert [lr_factor(step, actor) for step in range(9)] == [1 - step / 8 for step in range(8)] + [0]
+    assert [lr_factor(step, critic) for step in range(15)] == [1 - step / 14 for step in range(14)] + [0]
+    assert "actor.train waits for the first 3 steps" in ready.lines()
+
+
+def test_a_warm_up_of_a_critic_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"critic_warmup=3, and in workflow grpo all that learn wait: actor\.train"):
+        check(tmp_path, "workflow.target=rlinf.workflows.grpo.grpo", "algorithm=grpo", "algorithm.critic_warmup=3")
 
 
 def test_the_reference_is_left_out_where_nothing_reads_it(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def _train_reads(cfg: ActorConfig) -> tuple[str, ...]:
     return (*fields, "ref_logprobs") if kl_place(cfg.algorithm) == "loss" else fields
 
 
+def _critic_warmup(cfg: ActorConfig) -> int:
+    return cfg.algorithm.critic_warmup
+
+
 class Actor(TrainedWorker):
     """A causal language model trained with a policy loss."""
 
@@ -68,7 +72,13 @@ class Actor(TrainedWorker):
         )
         return Batch({"old_logprobs": values})
 
-    @stage(reads=_train_reads, optional=("old_logprobs", "weight_version"), whole=True, updates=True)
+    @stage(
+        reads=_train_reads,
+        optional=("old_logprobs", "weight_version"),
+        whole=True,
+        updates=True,
+        starts=_critic_warmup,
+    )
     def train(self, batch: Batch) -> None:
         """One iteration: ``epochs`` passes over the samples of all ranks, an optimiser step for each minibatch.
 

@@ -28,7 +28,7 @@ from rlinf.checkpoint.durable import file_errors, fsync_path, fsync_tree, write_
 from rlinf.checkpoint.state import PLAIN, stored_files
 from rlinf.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+FORMAT = 2  # 1 had no scores
 MARKER = "COMMITTED"
 META = "meta.json"
 _WRITING = ".writing"
@@ -61,6 +61,8 @@ class Meta:
         workflow: see `Identity`.
         model: see `Identity`.
         world_sizes: ranks of each worker group that wrote it, by the name of its folder; another run may have others.
+        before: mean validation reward at the first evaluation of the whole run; ``None`` where there was none.
+        after: the same at the newest.
         config_digest: digest of the resolved config, to tell whether it changed; not a condition for resuming.
         format: version of the layout on disk.
         time: when it was committed, ISO 8601 in UTC; filled in by `Checkpoints.commit`.
@@ -71,6 +73,8 @@ class Meta:
     workflow: str
     model: str
     world_sizes: Mapping[str, int] = field(default_factory=dict)
+    before: float | None = None
+    after: float | None = None
     config_digest: str = ""
     format: int = FORMAT
     time: str = ""

@@ -35,6 +35,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("reward/reward_mean", "reward/mean", "env/return_mean", "env/reward_mean")),
+    Column("actor waits", ("actor/waits",), ".0f"),  # steps, this one too
     Column("kl", ("actor/kl_ref", "gae/kl", "grpo/kl", "advantages/kl", "actor/kl", "actor/kl_old"), ".1e"),
     Column("entropy", ("actor/entropy", "actor/entropy_mean")),
     Column("length", ("rollout/response_length_mean", "rollout/response_length", "env/length_mean"), ".1f"),

@@ -18,7 +18,7 @@ from rlinf.errors import WorkflowError
 from rlinf.m2flow.compiler import Acquire, Compiled, Pull, ReceiveWeights, Release, Run, SendWeights
 from rlinf.m2flow.graph import Graph, Node, Source
 from rlinf.m2flow.host import Host
-from rlinf.metrics import Metrics
+from rlinf.metrics import Metric, Metrics, Reduction
 from rlinf.worker import Worker
 
 CHUNK_BYTES = 128 * 2**20  # of weights in one message
@@ -66,12 +66,12 @@ class Executor:
         self._inputs: dict[int, Batch] = {}
         self._synced: dict[tuple[str, str], int] = {}  # (source, target) -> version
 
-    def run(self, phase: str, execution: int, version: int) -> Report:
+    def run(self, phase: str, execution: int, done: int) -> Report:
         """Run the phase's program once.
 
         Args:
             execution: a number that no other execution of the run has; all ranks get the same.
-            version: of the weights that training has produced so far.
+            done: training iterations that are over; versions of weights follow from it, and which stages still wait.
         """
         ctx = self.worker.ctx
         report = Report(ctx.group, ctx.rank)
@@ -83,9 +83,12 @@ class Executor:
                     self._inputs[node] = self._pull(phase, execution, self.graph.nodes[node], sources)
                 case Run(node, targets):
                     self.current = self.graph.nodes[node].name
+                    if (waits := self.graph.nodes[node].starts - done) > 0:
+                        self._inputs.pop(node)
+                        report.metrics[self.current] = {"waits": Metric(waits, reduction=Reduction.LAST)}
+                        continue
                     self._run(phase, execution, self.graph.nodes[node], targets)
-                    metrics = self.worker.metrics.take()
-                    report.metrics[self.current] = metrics
+                    report.metrics[self.current] = self.worker.metrics.take()
                     report.rows += self.worker.metrics.take_rows()
                 case Acquire(ticket, onload):
                     self.current = "wait for the device"
@@ -98,10 +101,10 @@ class Executor:
                     self.wire.release(phase, execution, ticket)
                 case SendWeights(target):
                     self.current = f"send weights to {target}"
-                    self._send_weights(target, execution, version)
+                    self._send_weights(target, execution, self.graph.version(ctx.group, done))
                 case ReceiveWeights(source):
                     self.current = f"receive weights from {source}"
-                    self._receive_weights(source, execution, version)
+                    self._receive_weights(source, execution, self.graph.version(source, done))
             if not isinstance(op, Release):
                 report.spans.append(Span(self.current, start, time.time()))
         self.current = ""

@@ -61,6 +61,7 @@ class Node:
         options: keyword options given in the call.
         phase: `TRAIN` or `EVALUATE`.
         call: the source or map object; ``None`` for a worker's method.
+        starts: training iterations that pass before its first one.
     """
 
     index: int
@@ -73,6 +74,7 @@ class Node:
     options: Mapping[str, Any] = field(default_factory=dict)
     phase: str = TRAIN
     call: Any = None
+    starts: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class Graph:
 
     def phase(self, phase: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.phase == phase)
+
+    def version(self, worker: str, done: int) -> int:
+        """How often a group's state has been updated once ``done`` training iterations are over."""
+        starts = [node.starts for node in self.nodes if node.worker == worker and node.spec.updates]
+        return max(done - min(starts, default=0), 0)
 
     def ancestors(self, index: int) -> set[int]:
         """All nodes that a node depends on."""
@@ -260,6 +267,11 @@ class Workflow:
                     )
             if node.phase == EVALUATE and node.spec.updates:
                 raise WorkflowError(f"{node.name} changes its worker's state, so it cannot be part of evaluation")
+            if node.starts < 0 or (node.starts and (node.writes or not node.spec.updates)):
+                raise WorkflowError(
+                    f"{node.name} would start after {node.starts} iterations; a stage that updates its worker and "
+                    "writes no field may (starts= 0 or more), any other runs in each"
+                )
         unused = sorted(set(self._workers) - {node.worker for node in nodes})
         if unused:
             raise WorkflowError(f"no stage of {', '.join(unused)} is used; call one, or leave the worker out")
@@ -288,7 +300,7 @@ class Workflow:
                 raise WorkflowError(f"field {name!r} has two writers: {first} and {label}")
         wanted = [n for n in (*needs, *spec.optional) if n in stream.fields]
         reads = {name: stream.fields[name] for name in wanted} or {ROW: stream.rows}
-        index = self._record(worker.name, spec, reads, writes, call, options)
+        index = self._record(worker.name, spec, reads, writes, call, options, spec.starts_for(worker.cfg))
         self._inputs[index] = stream.fields
         if spec.expands:
             return Stream(self, dict.fromkeys((*stream.fields, *writes), index), index)
@@ -302,13 +314,15 @@ class Workflow:
         writes: Iterable[str],
         call: Any = None,
         options: Mapping[str, Any] | None = None,
+        starts: int = 0,
     ) -> int:
         index = len(self._nodes)
         base = f"{worker}.{spec.name}"
         taken = sum(node.name == base or node.name.startswith(base + "#") for node in self._nodes)
         name = f"{base}#{taken + 1}" if taken else base
         writes = tuple(writes)
-        self._nodes.append(Node(index, name, worker, spec, dict(reads), writes, (), dict(options or {}), TRAIN, call))
+        given = dict(options or {})
+        self._nodes.append(Node(index, name, worker, spec, dict(reads), writes, (), given, TRAIN, call, starts))
         return index
 
     def _settle_carried(self) -> list[Node]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Union
 
 F = TypeVar("F", bound=Callable[..., Any])
 Fields = Union[Sequence[str], Callable[[Any], Sequence[str]]]
+Count = Union[int, Callable[[Any], int]]
 
 
 class Unit(StrEnum):
@@ -34,6 +35,8 @@ class StageSpec:
         updates: it changes the worker's state (a training step).
         expands: its rows are new ones (n samples for each prompt). It returns them with a field ``parent`` (int64,
             the position of the input row), and other fields of the input are carried over to them.
+        starts: training iterations that pass before its first one, while other stages run; may be a function of the
+            worker's config. For stages that update and write no field.
     """
 
     name: str
@@ -44,12 +47,16 @@ class StageSpec:
     whole: bool = False
     updates: bool = False
     expands: bool = False
+    starts: Count = 0
 
     def reads_for(self, cfg: Any) -> tuple[str, ...]:
         return tuple(self.reads(cfg) if callable(self.reads) else self.reads)
 
     def writes_for(self, cfg: Any) -> tuple[str, ...]:
         return tuple(self.writes(cfg) if callable(self.writes) else self.writes)
+
+    def starts_for(self, cfg: Any) -> int:
+        return self.starts(cfg) if callable(self.starts) else self.starts
 
 
 def stage(
@@ -61,6 +68,7 @@ def stage(
     whole: bool = False,
     updates: bool = False,
     expands: bool = False,
+    starts: Count = 0,
 ) -> Callable[[F], F]:
     """Declare a `Worker` method as a stage; see `StageSpec` for the arguments.
 
@@ -70,7 +78,7 @@ def stage(
     """
 
     def declare(method: F) -> F:
-        spec = StageSpec(method.__name__, reads, tuple(optional), writes, unit, whole, updates, expands)
+        spec = StageSpec(method.__name__, reads, tuple(optional), writes, unit, whole, updates, expands, starts)
         method.__stage__ = spec  # type: ignore[attr-defined]
         return method
 

@@ -196,6 +196,17 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, expected, told):
         checkpoints.verify(write(checkpoints, 1), expected)
 
 
+def test_scores_are_kept_and_a_checkpoint_of_the_format_before_them_still_reads(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = write(checkpoints, 1, before=0.25, after=0.5)
+    told = checkpoints.verify(path, SAME)
+    assert (told.before, told.after) == (0.25, 0.5)
+    old = {name: value for name, value in vars(told).items() if name not in ("before", "after")}
+    (path / "meta.json").write_text(json.dumps({**old, "format": 1}))
+    told = checkpoints.verify(path, SAME)
+    assert (told.step, told.before, told.after) == (1, None, None)
+
+
 def test_a_newer_format_and_a_broken_meta_are_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = write(checkpoints, 1)

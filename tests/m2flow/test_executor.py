@@ -12,7 +12,7 @@ from rlinf.batch import Batch
 from rlinf.channel.mailbox import Mailbox
 from rlinf.errors import WorkflowError
 from rlinf.m2flow.compiler import compile_plan
-from rlinf.m2flow.executor import Executor
+from rlinf.m2flow.executor import Executor, Report
 from rlinf.m2flow.graph import HOST, TRAIN, Graph, Workflow
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.lease import LeaseBook
@@ -49,7 +49,9 @@ class Local:
             self.changed.notify_all()
 
 
-def execute(graph: Graph, devices: int, iterations: int = 1) -> dict[tuple[str, int], Worker]:
+def execute(
+    graph: Graph, devices: int, iterations: int = 1, first: int = 0, reports: list[Report] | None = None
+) -> dict[tuple[str, int], Worker]:
     compiled = compile_plan(graph, collocated(graph, devices))
     wire = Local(compiled.tickets)
     executors = {}
@@ -64,8 +66,10 @@ def execute(graph: Graph, devices: int, iterations: int = 1) -> dict[tuple[str, 
 
     def loop(executor: Executor) -> None:
         try:
-            for i in range(iterations):
-                executor.run(TRAIN, i, i)
+            for i in range(first, first + iterations):
+                report = executor.run(TRAIN, i, i)
+                if reports is not None:
+                    reports.append(report)
         except BaseException as error:
             failures.append(error)
             for box in wire.boxes.values():
@@ -194,6 +198,27 @@ def test_generation_sees_the_weights_of_the_last_update_at_any_m_to_n(senders: i
     for rank in range(receivers):
         assert workers["sink", rank].seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert workers["source2", 0].sent == 3
+
+
+class Late(Source2):
+    @stage(reads=("y",), updates=True, whole=True, starts=lambda cfg: cfg)
+    def train(self, batch: Batch) -> None:
+        self.w += 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_stage_that_waits_updates_nothing_and_its_weights_are_sent_once_until_it_starts(first: int) -> None:
+    flow = Workflow("w")
+    sink, late = flow.worker(Sink), flow.worker(Late, 2)
+    late.train(sink.use(flow.source(Numbers())))
+    flow.sync(late, sink)
+    reports: list[Report] = []
+    workers = execute(flow.build(), devices=1, iterations=4 - first, first=first, reports=reports)
+    assert workers["sink", 0].seen == [(0, 0.0), (0, 0.0), (0, 0.0), (1, 1.0)][first:]
+    assert workers["late", 0].sent == 2
+    told = [report.metrics["late.train"] for report in reports if report.group == "late"]
+    assert [metrics["waits"].value for metrics in told if metrics] == [2, 1][first:]
+    assert told[-2:] == [{}, {}]
 
 
 class Short(Worker):

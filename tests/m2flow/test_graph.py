@@ -187,3 +187,31 @@ def test_two_workers_of_one_name_are_an_error() -> None:
     flow.worker(Generator)
     with pytest.raises(WorkflowError, match="already is a worker 'generator'"):
         flow.worker(Generator)
+
+
+def test_only_a_stage_that_updates_and_writes_nothing_may_start_late() -> None:
+    class Early(Worker):
+        @stage(reads=("response",), writes=("x",), updates=True, starts=1)
+        def train(self, batch: Batch) -> Batch: ...
+
+    class Looks(Worker):
+        @stage(reads=("response",), starts=1)
+        def look(self, batch: Batch) -> None: ...
+
+    for worker, name in ((Early, "train"), (Looks, "look")):
+        flow = Workflow("w")
+        getattr(flow.worker(worker), name)(flow.worker(Generator).generate(flow.source(Prompts())))
+        with pytest.raises(WorkflowError, match=rf"{name} would start after 1 iterations"):
+            flow.build()
+
+
+def test_a_version_counts_the_iterations_since_the_first_stage_that_updates() -> None:
+    class Late(Worker):
+        @stage(reads=("response",), updates=True, starts=lambda cfg: cfg["k"])
+        def train(self, batch: Batch) -> None: ...
+
+    flow = Workflow("w")
+    samples = flow.worker(Generator).generate(flow.source(Prompts()))
+    flow.worker(Late, {"k": 2}).train(samples)
+    graph = flow.build()
+    assert [graph.version("late", done) for done in range(5)] == [0, 0, 0, 1, 2]
