@@ -132,25 +132,13 @@ class Cluster:
 
         connect = not ray.is_initialized()
         reaper = None
-        if connect:
-            if asked:
-                _probe(asked, cfg.wait_s)
-            elsewhere = None if asked == "local" else asked or _started_here(note)
-            reaper = None if elsewhere else Reaper()
-            common: dict[str, Any] = {
-                "log_to_driver": False,
-                "logging_level": "ERROR",
-                "include_dashboard": None if elsewhere else False,
-                "runtime_env": cfg.runtime_env or None,
-            }
-            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                ray.init(address=elsewhere or "local", **common)
-            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
-                raise _no_cluster(elsewhere or "local", error) from error
-            finally:
-                _restore(handlers)
         try:
+            if connect:
+                if asked:
+                    _probe(asked, cfg.wait_s)
+                elsewhere = None if asked == "local" else asked or _started_here(note)
+                reaper = None if elsewhere else Reaper()
+                _init(elsewhere, cfg)
             nodes = _await_nodes(cfg, note)
             return cls(cfg, nodes, devices_of(nodes, cfg), connect, reaper)
         except BaseException:
@@ -218,15 +206,14 @@ class Cluster:
         """End every actor of this run, and leave the cluster; a cluster that `connect` started ends with that."""
         import ray
 
-        if not ray.is_initialized():
-            return
-        for actor in [*self._actors, *self._holds.values()]:
-            with contextlib.suppress(Exception):  # already dead, or the cluster is
-                ray.kill(actor)
+        if ray.is_initialized():
+            for actor in [*self._actors, *self._holds.values()]:
+                with contextlib.suppress(Exception):  # already dead, or the cluster is
+                    ray.kill(actor)
         self._actors.clear()
         self._holds.clear()
         if self.connected:
-            ray.shutdown()
+            ray.shutdown()  # also of a start that failed half-way
         if self.reaper is not None:
             self.reaper.close()
 
@@ -242,7 +229,35 @@ def pin() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
-def _no_cluster(address: str, error: Exception) -> PlacementError:
+def _init(address: str | None, cfg: ClusterConfig) -> None:
+    """Join the cluster at ``address``; ``None`` starts one here.
+
+    Raises:
+        PlacementError: it does not answer, or Ray cannot start.
+    """
+    import ray
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level="ERROR",
+            include_dashboard=None if address else False,
+            runtime_env=cfg.runtime_env or None,
+        )
+    except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+        raise _no_cluster(address, error) from error
+    finally:
+        _restore(handlers)
+
+
+def _no_cluster(address: str | None, error: Exception) -> PlacementError:
+    if address is None:
+        return PlacementError(
+            f"Ray could not start a cluster here ({error}): look into /tmp/ray/session_latest/logs, check "
+            "cluster.runtime_env, or start one with `ray start --head`"
+        )
     return PlacementError(
         f"no Ray cluster answers at {address} ({error}): start it with `ray start --head`, correct cluster.address or "
         "RAY_ADDRESS, or unset both to start one here"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from rlinf import reaper
 from rlinf.cluster import Cluster
 from rlinf.config import ClusterConfig
 from rlinf.errors import PlacementError
@@ -62,6 +66,26 @@ def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any
 def test_an_address_where_no_cluster_answers_is_an_error_that_says_so() -> None:
     with pytest.raises(PlacementError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         Cluster.connect(ClusterConfig(address="127.0.0.1:1", wait_s=2))
+
+
+def test_a_cluster_that_cannot_start_leaves_no_process_and_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    started: list[psutil.Process] = []
+
+    def fails(**options: Any) -> None:
+        # What Ray leaves when it fails half-way: children that go on.
+        started.append(psutil.Popen(["sleep", "600"], start_new_session=True))
+        raise RuntimeError("no port is free")
+
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(PlacementError, match=r"could not start a cluster here \(no port is free\)"):
+        Cluster.connect(ClusterConfig(address="local"))
+    assert len(started) == 1
+    assert {process.pid for process in psutil.Process().children(recursive=True)} - before <= {started[0].pid}
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert reaper.MARK not in os.environ
 
 
 def test_a_cluster_that_was_started_in_vain_is_left_again() -> None:
