@@ -8,6 +8,7 @@ told exactly which GPU or cores are theirs, which lets several groups share a de
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -242,7 +243,7 @@ def _init(address: str | None, cfg: ClusterConfig) -> None:
         ray.init(
             address=address or "local",
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             include_dashboard=None if address else False,
             runtime_env=cfg.runtime_env or None,
         )

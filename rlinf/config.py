@@ -64,6 +64,7 @@ class ClusterConfig:
     devices_per_node: int = 0  # CPU nodes: how many core sets a node is cut into (0: one); GPU nodes: 0 takes all GPUs
     nodes: int = 0  # nodes to wait for and use; 0: those that are there
     wait_s: float = 120.0  # how long to wait for nodes to join, and for their resources to be free, before failing
+    start_timeout_s: float = 600.0  # a stage of the start (workers, models and data) that takes longer fails; 0: never
     gpus: str = "auto"  # auto (use GPUs where there are any) | never
     runtime_env: dict[str, Any] = field(default_factory=dict)  # passed to ray.init
 

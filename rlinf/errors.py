@@ -25,5 +25,9 @@ class PlacementError(RlinfError):
     """The cluster cannot hold the placement that was asked for."""
 
 
+class StartError(RlinfError):
+    """A stage of the start stood still for longer than it may."""
+
+
 class CheckpointError(RlinfError):
     """A checkpoint is incomplete, of another model, or cannot be written."""

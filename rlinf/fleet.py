@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.cluster import Cluster, Device
+from rlinf.deadline import Deadline
 from rlinf.group import WorkerGroup, gather, quiet
 from rlinf.m2flow.compiler import Compiled
 from rlinf.m2flow.executor import Report
@@ -39,6 +40,7 @@ class Fleet:
 
     Attributes:
         watch: called with a `Glimpse` of each group while the driver waits.
+        limit: until when the calls that are made now must be answered.
     """
 
     cluster: Cluster
@@ -46,6 +48,7 @@ class Fleet:
     compiled: Compiled
     watch: Callable[[Glimpse], None] = lambda glimpse: None
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    limit: Deadline | None = None
     _lease: Any = None
     _executions: int = 0
     _glimpses: dict[Any, str] = field(default_factory=dict)
@@ -104,7 +107,7 @@ class Fleet:
         """Call a method of the worker on every rank of a group."""
         ranks = self.groups[group]
         calls = {rank.call.remote(method, *args): (ranks, r) for r, rank in enumerate(ranks.ranks)}
-        return gather(calls, self._tick)
+        return gather(calls, self._tick, limit=self.limit)
 
     def close(self) -> None:
         """End every process of the run: workers get a moment to end their own children, then all are killed."""
@@ -123,7 +126,7 @@ class Fleet:
         for group in self.groups.values():
             for rank, actor in enumerate(group.ranks):
                 calls[getattr(actor, method).remote(*args(group))] = (group, rank)
-        results = gather(calls, self._tick)
+        results = gather(calls, self._tick, limit=self.limit)
         return {(group.name, rank): result for (group, rank), result in zip(calls.values(), results, strict=True)}
 
     def _tick(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlinf.cluster import Cluster, Device
+from rlinf.deadline import Deadline
 from rlinf.failure import Failure, RankError, RunFailed
 from rlinf.rank import MAIL, WATCH, RankHost
 from rlinf.worker import RankContext, Worker
@@ -22,7 +23,7 @@ class WorkerGroup:
     Attributes:
         name: the group's name in the workflow.
         ranks: Ray actor handles by rank.
-        places: (host name, pid) by rank.
+        places: (host name, pid) by rank; (address, 0) of one that has not yet said who it is.
     """
 
     name: str
@@ -57,7 +58,12 @@ class WorkerGroup:
                     concurrency_groups={MAIL: 1, WATCH: 1},
                 )
             )
-        return cls(name, ranks, [("?", 0)] * len(ranks))
+        return cls(name, ranks, [((mine or cluster.devices)[0].node.ip, 0) for mine in devices])
+
+    def describe(self, rank: int) -> str:
+        """A rank for messages."""
+        host, pid = self.places[rank]
+        return f"{self.name} rank {rank} (node {host}, {f'pid {pid}' if pid else 'its process has not started'})"
 
     def introduce(self, found: Sequence[tuple[str, int, str, int]]) -> None:
         """Take over what the ranks' `RankHost.identify` said."""
@@ -84,6 +90,7 @@ def gather(
     tick: Callable[[], None] = lambda: None,
     every_s: float = 0.5,
     grace_s: float = 3.0,
+    limit: Deadline | None = None,
 ) -> list[Any]:
     """Results of calls on ranks, in the order of ``calls``; the first failure ends the wait.
 
@@ -91,8 +98,10 @@ def gather(
         calls: Ray reference -> (group, rank).
         tick: called about every ``every_s`` seconds while waiting.
         grace_s: after a failure, how long to listen for an earlier cause.
+        limit: until when all must have answered.
 
     Raises:
+        StartError: they have not.
         RunFailed: naming the failure that caused the others.
     """
     import ray
@@ -113,6 +122,8 @@ def gather(
         if failures and not all(failure.echo for failure in failures):
             # A cause is at hand; whatever failed in the same moment is still looked at.
             deadline = min(deadline, time.monotonic() + 0.5)
+        if limit is not None and pending and not failures:
+            limit.check(group.describe(rank) for group, rank in map(calls.__getitem__, pending))
         tick()
     if failures:
         raise RunFailed(failures)

@@ -6,12 +6,15 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlinf.checkpoint import Checkpoints, Meta, OutputLock
 from rlinf.cluster import Cluster
 from rlinf.console import Console, open_console
+from rlinf.deadline import Deadline
 from rlinf.failure import RunFailed
 from rlinf.fleet import Fleet, Glimpse, flatten_rows, summarize
 from rlinf.m2flow.compiler import compile_plan
@@ -97,14 +100,15 @@ class _Run:
             console.header(ready.lines(cluster.devices))
             with console.stage("devices"):
                 cluster.hold(console.note)
-            with console.stage("workers"):
+            with self._starting("workers"):
                 self.fleet.launch(cfg.seed, cfg.deterministic, ready.output_dir)
-            with console.stage("models and data"):
+            with self._starting("models and data"):
                 self.fleet.setup()
-            for text in self.fleet.call(HOST, "reports")[0]:
+                reports = self.fleet.call(HOST, "reports")[0]
+            for text in reports:
                 console.note(text)
             if ready.resume:
-                with console.stage(f"checkpoint {ready.resume[0].name}"):
+                with self._starting(f"checkpoint {ready.resume[0].name}"):
                     self.fleet.load(ready.resume[0])
             self.samples = Samples(ready.output_dir, self.step + 1, console.note)
             self.trackers = open_trackers(cfg.logger, ready.output_dir, config, self.step + 1, console.note)
@@ -115,6 +119,14 @@ class _Run:
                 self.samples.close()
         finally:
             self.fleet.close()
+
+    @contextmanager
+    def _starting(self, name: str) -> Iterator[None]:
+        """A stage of the start in which ranks are waited for."""
+        with self.console.stage(name):
+            self.fleet.limit = Deadline.of(name, self.cfg.cluster.start_timeout_s)
+            yield
+            self.fleet.limit = None
 
     def _iterate(self) -> Outcome:
         cfg = self.cfg

@@ -34,6 +34,7 @@ def rows(path: Path, *lines: str) -> Path:
         ("data.prompts_per_step=0", ConfigError, r"data\.prompts_per_step=0 must be at least 1"),
         ("algorithm.critic_warmup=-1", ConfigError, r"critic_warmup=-1 must be 0 or more"),
         ("algorithm.critic_warmup=12", ConfigError, r"critic_warmup=12 must be .* below steps=10"),
+        ("cluster.start_timeout_s=-1", ConfigError, r"cluster\.start_timeout_s=-1 must be 0 or more seconds"),
         ("actor.tp=0", ConfigError, r"actor\.tp=0 must be at least 1"),
         ("actor.tp=3", ModelError, r"tp=3 would split a head.*set tp to one of \[1, 2\]"),
         ("data.kind=nonsense", DataError, "nonsense"),
