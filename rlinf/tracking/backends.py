@@ -13,7 +13,6 @@ from typing import Any
 from rlinf.tracking.redaction import redact_text
 
 MLFLOW_KEYS = ("tracking_uri", "experiment", "run_name", "tags")
-_MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_TEXT = 1000, 100, 500  # MLflow's limits on one batch, and on a value
 
 
 class TensorBoardTracker:
@@ -67,7 +66,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow. ``arguments`` has some of ``MLFLOW_KEYS``; a resumed run continues its MLflow run."""
+    """MLflow. ``arguments`` has some of ``MLFLOW_KEYS``; a resumed run continues its MLflow run.
+
+    MLflow's client itself cuts what is more, or longer, than a server takes at once.
+    """
 
     def __init__(
         self, arguments: Mapping[str, Any], output_dir: Path, config: Mapping[str, Any], first_step: int
@@ -90,15 +92,11 @@ class MlflowTracker:
         )
         self._run_id = run.info.run_id
         _remember(output_dir / "mlflow_run.json", self._run_id)
-        params = [Param(key, value[:_MLFLOW_TEXT]) for key, value in sorted(flat(config).items())]
-        for start in range(0, len(params), _MLFLOW_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _MLFLOW_PARAMS])
+        self._client.log_batch(self._run_id, params=[Param(*pair) for pair in sorted(flat(config).items())])
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        for start in range(0, len(metrics), _MLFLOW_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MLFLOW_METRICS])
+        self._client.log_batch(self._run_id, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
