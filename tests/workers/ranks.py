@@ -1,4 +1,4 @@
-"""Actors in two processes over Gloo: what each test then looks at is written to files by rank 0."""
+"""Actors in two or four processes over Gloo: what each test then looks at is written to files by rank 0."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_rank(rank: int, world: int, work: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world)
     try:
-        results = _cases(rank, work)
+        results = _cases(rank, work) if world == 2 else _both_ways(rank, work)
         everyone: list = [None] * world
         dist.all_gather_object(everyone, results)
         if rank == 0:
@@ -127,6 +127,19 @@ def _cases(rank: int, work: Path) -> dict:
         strict.train(mine)
     except RlinfError as error:
         found["parity"] = str(error)
+    return found
+
+
+def _both_ways(rank: int, work: Path) -> dict:
+    """Data-parallel and tensor-parallel at once, on four ranks; and a checkpoint that two ranks wrote."""
+    ctx = RankContext(rank=rank, world_size=4, dp=2, tp=2)
+    found: dict = {model: outcome(actor(work / model, ctx), batch_of(ctx)) for model in ("llama-tied", "qwen3")}
+    found["critic"] = outcome(critic(work / "llama", ctx), batch_of(ctx))
+    loader = actor(work / "llama", ctx)
+    tree = loader.state()
+    dcp.load(tree, checkpoint_id=work / "checkpoint-dp2")
+    loader.load_state(tree)
+    found["resumed"] = outcome_after(loader, batch_of(ctx))
     return found
 
 

@@ -1,4 +1,4 @@
-"""One rank, two data-parallel ranks, two tensor-parallel ranks, and a plain loop give the same training."""
+"""One rank, two data-parallel or tensor-parallel ranks, four that are both, and a plain loop: the same training."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def work(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(work) -> list[dict]:
     mp.spawn(ranks.run_rank, args=(2, work), nprocs=2)
+    return torch.load(work / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(work, two_ranks) -> list[dict]:
+    """dp=2 x tp=2; they read the checkpoint that the two ranks wrote."""
+    (work / "rendezvous").unlink(missing_ok=True)
+    mp.spawn(ranks.run_rank, args=(4, work), nprocs=4)
     return torch.load(work / "results.pt", weights_only=False)
 
 
@@ -79,9 +87,7 @@ def test_one_rank_trains_as_a_plain_loop_over_single_samples(model, work, alone)
 def test_two_ranks_train_as_one(layout, model, two_ranks, alone):
     for found in two_ranks:
         assert_same(found[layout, model]["weights"], alone[model]["weights"])
-    metrics = merge(found[layout, model]["metrics"] for found in two_ranks)
-    for name, expected in alone[model]["metrics"].items():
-        assert metrics[name].value == pytest.approx(expected.value, rel=2e-3, abs=slack(name)), name
+    assert_metrics([found[layout, model]["metrics"] for found in two_ranks], alone[model]["metrics"])
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -89,9 +95,29 @@ def test_two_ranks_train_a_critic_as_one(layout, work, two_ranks):
     ctx = RankContext()
     expected = ranks.outcome(ranks.critic(work / "llama", ctx), ranks.batch_of(ctx))
     assert_same(two_ranks[0][layout, "critic"]["weights"], expected["weights"])
-    metrics = merge(found[layout, "critic"]["metrics"] for found in two_ranks)
-    for name, metric in expected["metrics"].items():
+    assert_metrics([found[layout, "critic"]["metrics"] for found in two_ranks], expected["metrics"])
+
+
+def assert_metrics(found: list[dict], expected: dict) -> None:
+    metrics = merge(found)
+    for name, metric in expected.items():
         assert metrics[name].value == pytest.approx(metric.value, rel=2e-3, abs=slack(name)), name
+
+
+@pytest.mark.parametrize("model", ["llama-tied", "qwen3"])
+def test_four_ranks_that_are_data_and_tensor_parallel_train_as_one(model, four_ranks, alone):
+    for found in four_ranks:
+        assert_same(found[model]["weights"], alone[model]["weights"])
+    # The two tensor-parallel ranks of a replica record the same gradient norm; the first of each counts its samples.
+    assert_metrics([found[model]["metrics"] for found in four_ranks], alone[model]["metrics"])
+
+
+def test_four_ranks_train_a_critic_as_one_and_take_over_the_checkpoint_of_two(work, two_ranks, four_ranks):
+    ctx = RankContext()
+    expected = ranks.outcome(ranks.critic(work / "llama", ctx), ranks.batch_of(ctx))
+    assert_same(four_ranks[3]["critic"]["weights"], expected["weights"])
+    assert_metrics([found["critic"]["metrics"] for found in four_ranks], expected["metrics"])
+    assert_same(four_ranks[0]["resumed"], two_ranks[0]["uninterrupted"])
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
