@@ -49,19 +49,25 @@ class Local:
             self.changed.notify_all()
 
 
-def execute(
-    graph: Graph, devices: int, iterations: int = 1, first: int = 0, reports: list[Report] | None = None
-) -> dict[tuple[str, int], Worker]:
+def executors_of(graph: Graph, devices: int) -> tuple[list[Executor], Local]:
+    """One for each rank, over a wire of threads."""
     compiled = compile_plan(graph, collocated(graph, devices))
     wire = Local(compiled.tickets)
-    executors = {}
+    executors = []
     for group, layout in compiled.layout.items():
         for rank in range(layout.ranks):
             ctx = RankContext(group, rank, layout.ranks, layout.dp, layout.tp_ranks)
             spec = graph.workers.get(group)
             worker = Host(graph, ctx) if spec is None else spec.cls(spec.cfg, ctx)
             wire.boxes[group, rank] = Mailbox()
-            executors[group, rank] = Executor(graph, compiled, worker, wire.boxes[group, rank], wire)
+            executors.append(Executor(graph, compiled, worker, wire.boxes[group, rank], wire))
+    return executors, wire
+
+
+def execute(
+    graph: Graph, devices: int, iterations: int = 1, first: int = 0, reports: list[Report] | None = None
+) -> dict[tuple[str, int], Worker]:
+    executors, wire = executors_of(graph, devices)
     failures: list[BaseException] = []
 
     def loop(executor: Executor) -> None:
@@ -75,7 +81,7 @@ def execute(
             for box in wire.boxes.values():
                 box.cancel()
 
-    threads = [threading.Thread(target=loop, args=(e,)) for e in executors.values()]
+    threads = [threading.Thread(target=loop, args=(e,)) for e in executors]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,7 +89,7 @@ def execute(
     if failures:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads)
-    return {key: executor.worker for key, executor in executors.items()}
+    return {(executor.worker.ctx.group, executor.worker.ctx.rank): executor.worker for executor in executors}
 
 
 class Numbers:
