@@ -7,6 +7,7 @@ import ctypes
 import gc
 import io
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -198,7 +199,10 @@ def test_turns_on_devices() -> None:
         assert_flat(lambda i: runner.run(both(i)))
 
 
-def test_checkpoints_with_retention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_with_retention(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a busy disk would take a minute
     caplog.set_level(logging.WARNING, logger="c10d-NullHandler-dcp_logger")  # torch's; pytest would keep every record
     checkpoints = Checkpoints(tmp_path, keep=2)
     state = {"w": torch.ones(20_000), "n": 0}
