@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 
@@ -61,6 +62,7 @@ def on_rank(rank: int, world: int, store: str, task, *args) -> None:
     try:
         task(*args)
     finally:
+        gc.collect()  # errors that were looked at hold frames, and these the group, whose threads must end before exit
         dist.destroy_process_group()
 
 
