@@ -71,6 +71,7 @@ class Rollout(Worker):
 
         Raises:
             DataError: a prompt is empty, or does not fit beside the response; the message names its row.
+            ModelError: the engine lost samples.
         """
         temperature = self.cfg.temperature if temperature is None else temperature
         samples = self.cfg.samples_per_prompt if samples is None else samples
@@ -96,6 +97,12 @@ class Rollout(Worker):
                     seconds += time.perf_counter() - resumed
                     yield self._group(prompt, positions[prompt], group)
                     resumed = time.perf_counter()  # the consumer's time is not the engine's
+        if done:
+            lost = {row: samples - len(some) for row, some in done.items()}
+            raise ModelError(
+                f"rollout.engine={self.cfg.engine} ended without {sum(lost.values())} of {len(requests)} samples, of "
+                f"the prompts in rows {sorted(lost)[:8]}; look at this rank's log"
+            )
         if seconds > 0:
             self.metrics.mean("tokens_per_second", tokens / seconds, seconds)
 

@@ -108,6 +108,11 @@ class VllmEngine(Engine):
                 for output in self._step():
                     if output.finished:
                         yield _completion(running.pop(output.request_id), output.outputs[0])
+                if running and not self._engine.has_unfinished_requests():
+                    raise ModelError(
+                        f"vLLM has nothing left to do, and gave no answer to {len(running)} of {len(requests)} "
+                        f"requests, among them row {min(running.values())}; look at this rank's log"
+                    )
         finally:
             if running:
                 self._engine.abort_request(list(running))
@@ -168,6 +173,8 @@ class VllmEngine(Engine):
 
 
 def _completion(key: int, sample: Any) -> Completion:
+    if str(sample.finish_reason) not in ("stop", "length"):
+        raise ModelError(f"vLLM gave row {key} up ({sample.finish_reason}); look at this rank's log")
     return Completion(
         key=key,
         tokens=list(sample.token_ids),

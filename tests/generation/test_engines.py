@@ -152,6 +152,35 @@ def test_syncs_follow_one_another(engine: Engine, model: Any) -> None:
     assert [c.tokens for c in oracle.run(engine, given).values()] == [c.tokens for c in expected.values()]
 
 
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_request_that_vllm_loses_or_gives_up_is_an_error_not_a_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = engine._engine  # type: ignore[attr-defined]
+    given = oracle.requests(samples=2)
+    expected = oracle.run(engine, given)
+    add = inner.add_request
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "add_request", lambda key, *rest: None if key == str(given[-1].key) else add(key, *rest))
+        with pytest.raises(
+            ModelError, match=rf"no answer to 1 of {len(given)} requests, among them row {given[-1].key}"
+        ):
+            oracle.run(engine, given)
+    step = inner.step
+
+    def gives_up() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            output.outputs[0].finish_reason = "error"
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "step", gives_up)
+        with pytest.raises(ModelError, match=r"gave row \d+ up \(error\)"):
+            oracle.run(engine, given)
+    assert oracle.run(engine, given) == expected
+
+
 def test_sleeping_and_waking_changes_nothing(engine: Engine) -> None:
     expected = oracle.run(engine, oracle.requests(samples=2), temperature=1.0)
     engine.sleep()

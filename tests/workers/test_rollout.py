@@ -14,6 +14,7 @@ import torch
 from rlinf.batch import Batch, Ragged
 from rlinf.config import ModelConfig, RolloutConfig
 from rlinf.errors import ConfigError, DataError, ModelError
+from rlinf.generation import Completion, Request
 from rlinf.models import load_tokenizer, resolve
 from rlinf.seeding import derive
 from rlinf.worker import RankContext
@@ -157,6 +158,49 @@ def test_an_empty_batch_makes_nothing(rollout: Rollout, batch: Batch) -> None:
 def test_impossible_options_are_refused(rollout: Rollout, batch: Batch, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         next(rollout.generate(batch, **options))
+
+
+class Script:
+    """An engine that answers what it was told to."""
+
+    context_length = 100
+
+    def __init__(self, tokens: dict[int, list[int]]) -> None:
+        self.tokens = tokens
+        self.asked: list[Request] = []
+
+    def generate(self, requests: list[Request], **options: Any) -> Iterator[Completion]:
+        self.asked = list(requests)
+        for request in requests:
+            if (tokens := self.tokens.get(request.key)) is not None:
+                yield Completion(request.key, tokens, [-0.5] * len(tokens), truncated=False)
+
+
+def test_a_sample_that_the_engine_lost_is_an_error_that_names_its_prompt(rollout: Rollout, batch: Batch) -> None:
+    other = Rollout(rollout.cfg, RankContext())
+    lost = {22, 37}  # of the prompts 5 and 9
+    other.tokenizer = rollout.tokenizer
+    other.engine = Script({row * 4 + j: [40] for row in ROWS for j in range(4) if row * 4 + j not in lost})
+    with pytest.raises(ModelError, match=r"ended without 2 of 12 samples, of the prompts in rows \[5, 9\]"):
+        list(other.generate(batch))
+
+
+def test_tokens_go_in_and_come_out_as_they_are_though_their_text_would_make_others(
+    rollout: Rollout, batch: Batch
+) -> None:
+    tokenizer = rollout.tokenizer
+    half = tokenizer("é").input_ids[0]  # the first of two bytes: no text by itself
+    asked = [[half, half, 31, 31], [1, 40, 1], [40]]  # and the end token in the middle
+    said = {row * 4 + j: [half, 31, 40 + j, 1] for row in ROWS for j in range(4)}
+    for ids in (*asked[:2], said[ROWS[0] * 4]):
+        assert tokenizer(tokenizer.decode(ids, skip_special_tokens=True)).input_ids != ids
+    other = Rollout(rollout.cfg, RankContext())
+    other.tokenizer, other.engine = tokenizer, Script(said)
+    out = joined(other.generate(batch.plus(prompt_ids=Ragged.of(asked, torch.int64))))
+    assert {request.key: list(request.prompt) for request in other.engine.asked} == {
+        row * 4 + j: ids for row, ids in zip(ROWS, asked, strict=True) for j in range(4)
+    }
+    assert dict(zip(out["row_id"].tolist(), (ids.tolist() for ids in out["response_ids"].rows()), strict=True)) == said
 
 
 def test_an_unknown_dtype_is_refused() -> None:
