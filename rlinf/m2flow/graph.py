@@ -8,6 +8,7 @@ checks the whole and freezes it into a `Graph`, in which an edge carries just th
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -169,6 +170,12 @@ class WorkerHandle:
             raise WorkflowError(f"{self.spec.cls.__name__}.{name} is not a stage{hint}")
 
         def call(stream: Stream, **options: Any) -> Stream:
+            known = list(inspect.signature(getattr(self.spec.cls, name)).parameters)[2:]  # after self and the batch
+            for option in options:
+                if option not in known:
+                    near = difflib.get_close_matches(option, known, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {known or 'none'}"
+                    raise WorkflowError(f"{self.spec.name}.{name} has no option {option!r}{hint}")
             return self._flow._add(self.spec, stages[name], stream, options)
 
         return call

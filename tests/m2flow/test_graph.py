@@ -215,3 +215,18 @@ def test_a_version_counts_the_iterations_since_the_first_stage_that_updates() ->
     flow.worker(Late, {"k": 2}).train(samples)
     graph = flow.build()
     assert [graph.version("late", done) for done in range(5)] == [0, 0, 0, 1, 2]
+
+
+def test_an_option_that_a_stage_does_not_have_is_an_error_when_the_workflow_is_built() -> None:
+    class Options(Worker):
+        @stage(reads=("prompt",), writes=("x",))
+        def use(self, batch: Batch, *, temperature: float = 1.0) -> Batch: ...
+
+    flow = Workflow("w")
+    worker, prompts = flow.worker(Options), flow.source(Prompts())
+    with pytest.raises(WorkflowError, match=r"options\.use has no option 'temprature'; did you mean 'temperature'"):
+        worker.use(prompts, temprature=0.5)
+    with pytest.raises(WorkflowError, match=r"generator\.generate has no option 'top_k'; it has none"):
+        flow.worker(Generator).generate(prompts, top_k=5)
+    used = worker.use(prompts, temperature=0.5)
+    assert "x" in used.fields
