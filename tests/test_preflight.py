@@ -10,7 +10,15 @@ import pytest
 from rlinf.algorithms.schedule import lr_factor
 from rlinf.checkpoint import Checkpoints, Meta, save_state
 from rlinf.compose import compose
-from rlinf.errors import CheckpointError, ConfigError, DataError, ModelError, PlacementError, RlinfError
+from rlinf.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PlacementError,
+    RlinfError,
+    WorkflowError,
+)
 from rlinf.preflight import Ready, preflight
 from rlinf.train import load_graph, main
 
@@ -190,6 +198,16 @@ def test_the_actors_schedule_begins_after_the_critics_warm_up_and_ends_with_the_
 def test_a_warm_up_of_a_critic_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"critic_warmup=3, and in workflow grpo all that learn wait: actor\.train"):
         check(tmp_path, "workflow.target=rlinf.workflows.grpo.grpo", "algorithm=grpo", "algorithm.critic_warmup=3")
+
+
+def test_the_workflows_take_the_advantages_that_the_config_names(tmp_path: Path) -> None:
+    grpo = ("workflow.target=rlinf.workflows.grpo.grpo", "algorithm=grpo")
+    own = check(tmp_path, *grpo, "algorithm.advantage=tests.algorithms.user_code:constant_advantage")
+    assert "host.ones" in {node.name for node in own.graph.nodes}
+    with pytest.raises(WorkflowError, match=r"critic\.train reads 'returns', which no earlier stage writes"):
+        check(tmp_path, "algorithm.advantage=grpo")
+    with pytest.raises(WorkflowError, match=r"host\.gae reads 'values', which no earlier stage writes"):
+        check(tmp_path, *grpo, "algorithm.advantage=gae")
 
 
 def test_the_reference_is_left_out_where_nothing_reads_it(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """GRPO: advantages relative to the other samples of a prompt, no critic (Shao et al., 2024, arXiv:2402.03300)."""
 
-from rlinf.algorithms.advantages import grpo as group_relative
+from rlinf.algorithms.advantages import advantage_map
 from rlinf.config import TrainConfig
 from rlinf.data import Prompts
 from rlinf.m2flow.graph import Workflow
@@ -19,7 +19,7 @@ def grpo(cfg: TrainConfig) -> Workflow:
     samples = reward.score(rollout.generate(flow.source(Prompts(cfg.data, cfg.model, "train", cfg.seed))))
     if cfg.algorithm.kl_coef > 0:
         samples = flow.worker(Reference, cfg.reference).logprobs(samples)
-    actor.train(flow.map(group_relative(cfg.algorithm), samples))
+    actor.train(flow.map(advantage_map(cfg.algorithm), samples))
     flow.map(transcripts(cfg.logger.samples), samples)
     flow.sync(actor, rollout)
 

@@ -1,6 +1,6 @@
 """PPO with a critic (Schulman et al., 2017, arXiv:1707.06347), as used for language models (arXiv:2203.02155)."""
 
-from rlinf.algorithms.advantages import gae
+from rlinf.algorithms.advantages import advantage_map
 from rlinf.config import TrainConfig
 from rlinf.data import Prompts
 from rlinf.m2flow.graph import Workflow
@@ -22,7 +22,7 @@ def ppo(cfg: TrainConfig) -> Workflow:
     if cfg.algorithm.kl_coef > 0:
         samples = flow.worker(Reference, cfg.reference).logprobs(samples)
     samples = critic.values(samples)
-    batch = flow.map(gae(cfg.algorithm), samples)
+    batch = flow.map(advantage_map(cfg.algorithm), samples)  # GAE
     actor.train(batch)
     critic.train(batch)
     flow.map(transcripts(cfg.logger.samples), samples)

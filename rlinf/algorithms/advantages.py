@@ -197,9 +197,18 @@ class Grpo:
 
     Reads ``rewards``, ``response_ids``, ``group_id``, and what the shaping of the rewards needs (see `_Shaping`).
     Writes ``advantages``, Ragged float32 over response tokens. Works group by group.
+
+    Raises:
+        ConfigError: a value of the config is out of its range, or would have no effect.
     """
 
     def __init__(self, cfg: AlgorithmConfig) -> None:
+        for key in ("gamma", "lam"):
+            if getattr(cfg, key) != 1.0:
+                raise ConfigError(
+                    f"algorithm.{key}={getattr(cfg, key)} has no effect on grpo, which gives all tokens of a response "
+                    "one advantage; set it to 1, or algorithm.advantage=gae in a workflow with a critic"
+                )
         self.cfg = cfg
         self._shaping = _Shaping(cfg)
         self.__stage__ = StageSpec(

@@ -187,6 +187,12 @@ def test_values_out_of_range_are_refused_when_the_workflow_is_built(keys, messag
         gae(AlgorithmConfig(**keys))
 
 
+@pytest.mark.parametrize("key", ["gamma", "lam"])
+def test_what_has_no_effect_on_grpo_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=0\.95 has no effect on grpo"):
+        grpo(AlgorithmConfig(**{key: 0.95}))
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_the_vetted_defaults_fit_the_schema_and_build_their_map(name):
     given = OmegaConf.load(CONFIGS / f"{name}.yaml")
