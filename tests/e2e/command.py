@@ -25,6 +25,7 @@ SMALL = (
     "critic.optimizer.lr=1e-3",
     "logger.tensorboard=false",
 )
+REPOSITORY = Path(__file__).parents[2]
 LEAVE_S = 10.0  # a run that ends takes everything with it within this
 
 
@@ -40,7 +41,9 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | (env or {}),
+                env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+                | {"PYTHONPATH": str(REPOSITORY)}
+                | (env or {}),
             )
         self._seen: dict[int, psutil.Process] = {}
 

@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.command import SMALL, Command, steps_done, weights
+from tests.e2e.command import Command, steps_done, weights
+from tests.e2e.conftest import WHOLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
-STEPS = 5
-RUN = ("+workflow=grpo", *SMALL, f"steps={STEPS}", "checkpoint.every=1", "evaluation.before=false")
+PACE = {"PACE_S": "0.1"}  # a step then takes long enough to be cut
 
 
-def test_a_run_that_is_killed_in_every_way_ends_at_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
-    whole = Command(tmp_path, *RUN, "output_dir=whole")
-    assert whole.wait() == 0, whole.said()
-    assert whole.leftovers() == []
-
-    cut = (*RUN, "output_dir=cut", "resume=auto")
+def test_a_run_that_is_killed_in_every_way_ends_at_the_weights_of_one_that_is_not(whole: Path, tmp_path: Path) -> None:
+    cut = (*WHOLE, "output_dir=cut", "resume=auto")
     folder = tmp_path / "cut"
 
     def killed(run: Command, how: signal.Signals, victim: str | None) -> int:
@@ -38,15 +34,15 @@ def test_a_run_that_is_killed_in_every_way_ends_at_the_weights_of_one_that_is_no
         (signal.SIGKILL, "actor-0.log", 1, "actor rank 0"),
         (signal.SIGTERM, None, 143, "terminated"),
     ):
-        run = Command(tmp_path, *cut)
+        run = Command(tmp_path, *cut, env=PACE)
         assert killed(run, how, victim) == code, run.said()
         assert text in run.said()
         assert run.leftovers() == [], f"after {how.name}"
     last = Command(tmp_path, *cut)
     assert last.wait() == 0, last.said()
-    assert steps_done(folder) == STEPS
+    assert steps_done(folder) == steps_done(whole)
 
-    expected, found = weights(tmp_path / "whole"), weights(folder)
+    expected, found = weights(whole), weights(folder)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
