@@ -1,0 +1,7 @@
+"""VPS: one coordinate space for all training state, and the way from any parallel layout of it to any other.
+
+In reading order:
+
+- `space`: the logical tensors of a model at parallel size 1, and the kinds of state over them.
+- `layout`: which logical boxes each rank holds, and where in its physical buffers.
+"""

@@ -1,0 +1,198 @@
+"""Layouts: for every rank, which logical boxes its physical buffers hold. Columnar and pure.
+
+One form covers all: a piece is a logical box, and where its elements lie in a physical buffer, as an offset and a
+stride for each logical dimension. Shards of any dimension, flat ranges, fused and padded tensors, transposed storage
+and replicas are lists of pieces, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf.vps.space import DTYPE_BYTES, Kind, Space
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one rank holds, columnar; ``D`` is the space's ``ndim``.
+
+    Element ``start + i`` of a piece's box lies at ``buffer[offset + sum(i * stride)]``, in elements of the buffer.
+
+    Attributes:
+        tensor: int32 ``[n]``, index into ``space.tensors``.
+        kind: int8 ``[n]``, a `Kind`.
+        start: int64 ``[n, D]``, first coordinate of the box.
+        size: int64 ``[n, D]``, its extent; 1 in dimensions that the tensor does not have.
+        buffer: int32 ``[n]``, index into the rank's buffers.
+        offset: int64 ``[n]``, of the box's first element in the buffer.
+        stride: int64 ``[n, D]``, elements from one coordinate to the next; 0 in dimensions of size 1.
+    """
+
+    tensor: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    start: Ints
+    size: Ints
+    buffer: NDArray[np.int32]
+    offset: Ints
+    stride: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @classmethod
+    def empty(cls, ndim: int) -> Pieces:
+        none, boxes = np.empty(0, np.int64), np.empty((0, ndim), np.int64)
+        return cls(none.astype(np.int32), none.astype(np.int8), boxes, boxes, none.astype(np.int32), none, boxes)
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[tuple[int, int, Sequence[int], Sequence[int], int, int, Sequence[int]]], ndim: int
+    ) -> Pieces:
+        """From rows (tensor, kind, start, size, buffer, offset, stride); short boxes are padded. Empty ones go."""
+        kept = [row for row in rows if all(size > 0 for size in row[3])]
+        if not kept:
+            return cls.empty(ndim)
+
+        def padded(boxes: Iterable[Sequence[int]], filler: int) -> Ints:
+            return np.array([[*box, *[filler] * (ndim - len(box))] for box in boxes], np.int64).reshape(-1, ndim)
+
+        size = padded((row[3] for row in kept), 1)
+        return cls(
+            np.array([row[0] for row in kept], np.int32),
+            np.array([row[1] for row in kept], np.int8),
+            padded((row[2] for row in kept), 0),
+            size,
+            np.array([row[4] for row in kept], np.int32),
+            np.array([row[5] for row in kept], np.int64),
+            np.where(size > 1, padded((row[6] for row in kept), 0), 0),
+        )
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Pieces:
+        """These rows, in this order."""
+        return replace(self, **{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+    @property
+    def end(self) -> Ints:
+        return self.start + self.size
+
+    @property
+    def numel(self) -> Ints:
+        """Elements of each piece."""
+        return self.size.prod(axis=1)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Pieces]) -> Pieces:
+        """One after the other."""
+        return cls(*(np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A physical tensor of a rank, seen flat.
+
+    Attributes:
+        name: of its own on this rank, e.g. that of a local shard.
+        numel: elements.
+        dtype: as in `rlinf.vps.space.DTYPE_BYTES`.
+        device: ``cpu`` or ``cuda:0``.
+    """
+
+    name: str
+    numel: int
+    dtype: str
+    device: str = "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """What one rank holds, and in which buffers."""
+
+    pieces: Pieces
+    buffers: tuple[Buffer, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class Layout(Protocol):
+    """Where a space's state is. A small description that every rank has whole.
+
+    Attributes:
+        space: of the state.
+        world: number of ranks.
+        hosts: index of the host of each rank.
+    """
+
+    @property
+    def space(self) -> Space: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def hosts(self) -> Sequence[int]: ...
+
+    def of(self, rank: int) -> RankLayout:
+        """What a rank holds.
+
+        Raises:
+            LayoutError: the rank is not one of this layout.
+        """
+
+    @property
+    def hash(self) -> str:
+        """Digest of the description: sides whose hashes agree plan the same."""
+
+
+@dataclass(frozen=True)
+class ExplicitLayout:
+    """Pieces of every rank, written out: from live modules, or from an engine whose loader was traced."""
+
+    space: Space
+    ranks: tuple[RankLayout, ...]
+    hosts: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    def of(self, rank: int) -> RankLayout:
+        from rlinf.vps.space import LayoutError
+
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"rank {rank} is not in this layout of {self.world} ranks")
+        return self.ranks[rank]
+
+    @cached_property
+    def hash(self) -> str:
+        digest = hashlib.blake2b(self.space.hash.encode(), digest_size=16)
+        digest.update(repr(self.hosts).encode())
+        for rank in self.ranks:
+            digest.update(repr(rank.buffers).encode())
+            for column in fields(rank.pieces):
+                digest.update(np.ascontiguousarray(getattr(rank.pieces, column.name)).tobytes())
+        return digest.hexdigest()
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+__all__ = ["Buffer", "ExplicitLayout", "Ints", "Kind", "Layout", "Pieces", "RankLayout", "dense"]
