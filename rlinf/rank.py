@@ -68,14 +68,24 @@ class _RayWire:
             self._mailbox.put(key, source, item)
         if away:
             packed = ray.put(_to_wire(item)) if len(away) > 1 else _to_wire(item)
-            self._sent += [self._peers[group][rank].deliver.remote(key, source, packed) for rank in away]
+            for rank in away:
+                self._follow(self._peers[group][rank].deliver.remote(key, source, packed))
 
     def close(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, sent: int) -> None:
         for rank in ranks:
             if (group, rank) == self._me:
                 self._mailbox.close(key, source, sent)
             else:
-                self._sent.append(self._peers[group][rank].end.remote(key, source, sent))
+                self._follow(self._peers[group][rank].end.remote(key, source, sent))
+
+    def _follow(self, sent: Any) -> None:
+        """A message that does not arrive must end a wait for rows that depend on it: `settle` would come too late."""
+        self._sent.append(sent)
+        sent.future().add_done_callback(self._arrived)
+
+    def _arrived(self, sent: Any) -> None:
+        if (error := sent.exception()) is not None:
+            self._mailbox.fail(error)
 
     def acquire(self, phase: str, execution: int, ticket: int) -> None:
         import ray

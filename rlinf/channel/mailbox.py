@@ -29,7 +29,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._slots: dict[Hashable, _Slot] = defaultdict(_Slot)
         self._changed = threading.Condition()
-        self._cancelled = False
+        self._failure: Exception | None = None
 
     def put(self, key: Hashable, source: int, item: Any) -> None:
         with self._changed:
@@ -43,24 +43,29 @@ class Mailbox:
             self._slots[key].expected[source] = sent
             self._changed.notify_all()
 
-    def cancel(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """What is waited for will not come: whoever waits, now or later, gets the first such error."""
         with self._changed:
-            self._cancelled = True
+            self._failure = self._failure or error
             self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """`fail`, because the run ends."""
+        self.fail(Cancelled("the run ends"))
 
     def stream(self, key: Hashable, sources: int) -> Iterator[Any]:
         """Yield the items as they come, until all ``sources`` have closed the key.
 
         Raises:
-            Cancelled: `cancel` was called while waiting.
+            Exception: that of `fail`; after `cancel`, `Cancelled`.
         """
         while True:
             with self._changed:
                 slot = self._slots[key]
-                while not (slot.items or self._cancelled or self._complete(slot, sources)):
+                while not (slot.items or self._failure or self._complete(slot, sources)):
                     self._changed.wait()
-                if self._cancelled:
-                    raise Cancelled(f"waiting for {key}")
+                if self._failure is not None:
+                    raise self._failure
                 items, slot.items = slot.items, []
                 done = self._complete(slot, sources)
                 if done:

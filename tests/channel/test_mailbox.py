@@ -59,6 +59,32 @@ def test_a_cancelled_wait_ends() -> None:
     assert ended == [Cancelled]
 
 
+def test_a_failure_ends_a_wait_that_is_under_way_and_every_later_one_with_the_first_error() -> None:
+    mailbox = Mailbox()
+    found: list[Exception] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        stream = mailbox.stream("k", 1)
+        next(stream)
+        waiting.set()
+        try:
+            next(stream)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    mailbox.put("k", 0, "a")
+    assert waiting.wait(10)
+    mailbox.fail(ValueError("lost on the way"))
+    mailbox.cancel()
+    thread.join(10)
+    assert [str(error) for error in found] == ["lost on the way"]
+    with pytest.raises(ValueError, match="lost on the way"):
+        next(mailbox.stream("other", 1))
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_rows_go_round_and_groups_stay_whole(dp: int) -> None:
     batch = Batch({"row_id": torch.arange(24), "group_id": torch.arange(24) // 4})
