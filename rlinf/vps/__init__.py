@@ -4,4 +4,6 @@ In reading order:
 
 - `space`: the logical tensors of a model at parallel size 1, and the kinds of state over them.
 - `layout`: which logical boxes each rank holds, and where in its physical buffers.
+- `geometry`: intersections of boxes.
+- `plan`: which box goes from which rank to which; where it lies on either.
 """

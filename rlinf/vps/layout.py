@@ -8,7 +8,7 @@ and replicas are lists of pieces, and nothing else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf.vps.space import DTYPE_BYTES, Kind, Space
+from rlinf.vps.space import DTYPE_BYTES, Kind, LayoutError, Space
 
 Ints = NDArray[np.int64]
 
@@ -128,13 +128,35 @@ class RankLayout:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """Which ranks hold which boxes of a tensor; one pattern serves all tensors that are spread alike.
+
+    A rank that holds a box in several buffers (a tied tensor) is in it once.
+
+    Attributes:
+        rank: int32 ``[k]``, ascending.
+        start: int64 ``[k, D]``.
+        size: int64 ``[k, D]``, all positive.
+    """
+
+    rank: NDArray[np.int32]
+    start: Ints
+    size: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
 class Layout(Protocol):
     """Where a space's state is. A small description that every rank has whole.
 
     Attributes:
         space: of the state.
-        world: number of ranks.
+        world: number of ranks. Two layouts of one plan number the same processes alike; one may use few of them.
         hosts: index of the host of each rank.
+        patterns: every way in which some tensor is spread.
+        spread: kind -> int32 ``[tensors]``, the pattern of each tensor; -1: there is no such state of it.
     """
 
     @property
@@ -143,6 +165,13 @@ class Layout(Protocol):
     def world(self) -> int: ...
     @property
     def hosts(self) -> Sequence[int]: ...
+    @property
+    def patterns(self) -> Sequence[Pattern]: ...
+    @property
+    def spread(self) -> Mapping[Kind, NDArray[np.int32]]: ...
+
+    def dtype(self, tensor: int, kind: Kind) -> str:
+        """Of a state as it is held here; it may be another than the space's."""
 
     def of(self, rank: int) -> RankLayout:
         """What a rank holds.
@@ -168,9 +197,57 @@ class ExplicitLayout:
     def world(self) -> int:
         return len(self.ranks)
 
-    def of(self, rank: int) -> RankLayout:
-        from rlinf.vps.space import LayoutError
+    @cached_property
+    def _grouped(self) -> tuple[tuple[Pattern, ...], dict[Kind, NDArray[np.int32]]]:
+        rank = np.repeat(np.arange(self.world, dtype=np.int32), [len(r.pieces) for r in self.ranks])
+        every = Pieces.concat([r.pieces for r in self.ranks]) if self.ranks else Pieces.empty(self.space.ndim)
+        state = every.kind.astype(np.int64) * len(self.space.tensors) + every.tensor
+        rows = np.concatenate([state[:, None], rank[:, None], every.start, every.size], axis=1)
+        rows = np.unique(rows, axis=0)  # by state, then by rank
+        states, first = np.unique(rows[:, 0], return_index=True)
+        found: dict[bytes, int] = {}
+        patterns: list[Pattern] = []
+        spread = {Kind(kind): np.full(len(self.space.tensors), -1, np.int32) for kind in np.unique(every.kind)}
+        ndim = self.space.ndim
+        for at, table in zip(states.tolist(), np.split(rows[:, 1:], first[1:]), strict=True):
+            key = table.tobytes()
+            if key not in found:
+                found[key] = len(patterns)
+                patterns.append(Pattern(table[:, 0].astype(np.int32), table[:, 1 : 1 + ndim], table[:, 1 + ndim :]))
+            kind, tensor = divmod(at, len(self.space.tensors))
+            spread[Kind(kind)][tensor] = found[key]
+        return tuple(patterns), spread
 
+    @property
+    def patterns(self) -> Sequence[Pattern]:
+        return self._grouped[0]
+
+    @property
+    def spread(self) -> Mapping[Kind, NDArray[np.int32]]:
+        return self._grouped[1]
+
+    @cached_property
+    def _dtypes(self) -> Mapping[tuple[int, int], str]:
+        """(tensor, kind) -> dtype of the buffers that hold it; those of one state are alike on all ranks."""
+        found: dict[tuple[int, int], tuple[str, int]] = {}
+        for rank, held in enumerate(self.ranks):
+            pieces = held.pieces
+            for tensor, kind, buffer in zip(
+                pieces.tensor.tolist(), pieces.kind.tolist(), pieces.buffer.tolist(), strict=True
+            ):
+                dtype = held.buffers[buffer].dtype
+                other, where = found.setdefault((tensor, kind), (dtype, rank))
+                if other != dtype:
+                    raise LayoutError(
+                        f"{self.space.tensors[tensor].name} ({Kind(kind).name.lower()}) is {other} on rank {where} "
+                        f"and {dtype} on rank {rank}: all ranks must hold it in one dtype"
+                    )
+        return {state: dtype for state, (dtype, _) in found.items()}
+
+    def dtype(self, tensor: int, kind: Kind) -> str:
+        return self._dtypes[tensor, int(kind)]
+
+    def of(self, rank: int) -> RankLayout:
         if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} is not in this layout of {self.world} ranks")
         return self.ranks[rank]
@@ -195,4 +272,4 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-__all__ = ["Buffer", "ExplicitLayout", "Ints", "Kind", "Layout", "Pieces", "RankLayout", "dense"]
+__all__ = ["Buffer", "ExplicitLayout", "Ints", "Kind", "Layout", "Pattern", "Pieces", "RankLayout", "dense"]
