@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from rlinf.cluster import NodeInfo, _cores, devices_of
+from rlinf.cluster import NodeInfo, _cores, _started_here, devices_of
 from rlinf.config import ClusterConfig
 from rlinf.errors import PlacementError
 from rlinf.failure import Failure, first
@@ -40,6 +42,23 @@ def test_the_core_sets_of_a_node_are_disjoint_and_cover_it(slots: int) -> None:
     sets = [_cores(range(10, 18), [device]) for device in devices]
     assert sorted(core for cores in sets for core in cores) == list(range(10, 18))
     assert min(map(len, sets)) >= 8 // slots
+
+
+def test_a_cluster_that_was_started_here_is_joined_where_it_answers_and_a_stale_address_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import utils
+
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(utils, "read_ray_address", lambda: address)
+        assert _started_here(said.append) == address
+    assert _started_here(said.append) is None
+    assert said == [f"the Ray cluster last started here, {address}, is gone: starting one"]
+    monkeypatch.setattr(utils, "read_ray_address", lambda: None)
+    assert _started_here(said.append) is None
+    assert len(said) == 1
 
 
 def failure(error: str, when: float, died: bool = False) -> Failure:

@@ -180,6 +180,18 @@ def test_a_dry_run_prints_what_would_run_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_that_nobody_foresaw_leaves_the_command_as_it_is_and_not_with_exit_code_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(cfg: object) -> None:
+        raise ZeroDivisionError("inside the workflow's function")
+
+    monkeypatch.setattr("rlinf.workflows.ppo.ppo", breaks)
+    monkeypatch.setattr("sys.argv", ["train"])
+    with pytest.raises(ZeroDivisionError, match="inside the workflow's function"):  # Python then exits with 1
+        main([*BASE, f"output_root={tmp_path}"])
+
+
 def test_the_learning_rate_schedule_spans_the_run(tmp_path: Path) -> None:
     ready = check(tmp_path, "steps=7", "algorithm.mini_batch_size=16", "algorithm.epochs=2")
     assert ready.cfg.actor.optimizer.total_steps == 7 * 2 * 2

@@ -63,6 +63,25 @@ def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any
     assert "cluster.nodes=3, but 2 joined within 2 s" in second.said()
 
 
+def test_nodes_that_another_job_holds_are_waited_for_then_named_and_the_job_goes_on(two_nodes: Any) -> None:
+    import ray
+
+    first = Cluster.connect(ClusterConfig(address=two_nodes.address))
+    try:
+        first.hold()
+        second = Cluster.connect(ClusterConfig(wait_s=1))  # in the session that is there already
+        assert [node.ip for node in second.nodes] == [node.ip for node in first.nodes]
+        with pytest.raises(
+            PlacementError, match=r"has 1 CPUs and 0 GPUs, but they are not free after 1 s .*another job"
+        ):
+            second.hold()
+        second.close()
+        assert first.environment(first.devices[:1])["OMP_NUM_THREADS"] == "1"
+        assert all(ray.get(hold.describe.remote(), timeout=10) for hold in first._holds.values())
+    finally:
+        first.close()
+
+
 def test_an_address_where_no_cluster_answers_is_an_error_that_says_so() -> None:
     with pytest.raises(PlacementError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         Cluster.connect(ClusterConfig(address="127.0.0.1:1", wait_s=2))

@@ -26,8 +26,9 @@ def test_a_run_cut_in_the_critics_warm_up_ends_as_one_that_was_not_with_the_scor
     def lines(name: str) -> list[dict]:
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
-    arguments = ("+workflow=ppo", "steps=4", "algorithm.critic_warmup=2", "algorithm.kl_coef=0", "checkpoint.every=1")
-    whole = run(tmp_path / "whole", *arguments, "checkpoint.keep=4", "logger.console=off")
+    linear = ("actor.optimizer.schedule=linear", "critic.optimizer.schedule=linear", "critic.optimizer.warmup_steps=2")
+    arguments = ("+workflow=ppo", "steps=4", "algorithm.critic_warmup=2", "algorithm.kl_coef=0", *linear)
+    whole = run(tmp_path / "whole", *arguments, "checkpoint.every=1", "checkpoint.keep=4", "logger.console=off")
     saved = tmp_path / "whole" / "checkpoints" / "step-000001"
     cut = run(tmp_path / "cut", *arguments, f"resume={saved}", "logger.console=lines")
     said = capfd.readouterr().out
@@ -39,8 +40,9 @@ def test_a_run_cut_in_the_critics_warm_up_ends_as_one_that_was_not_with_the_scor
     for name, since in (("whole", 0), ("cut", 1)):
         trained = [line for line in lines(name) if "time/step" in line]
         assert [line.get("actor/waits") for line in trained] == [2, 1, None, None][since:]
-        assert [line.get("actor/lr") for line in trained] == [None, None, 1e-3, 1e-3][since:]
-        assert [line["critic/lr"] for line in trained] == [1e-3] * (4 - since)
+        # The actor's two steps fall from the peak; the critic's four rise for two, then fall.
+        assert [line.get("actor/lr") for line in trained] == [None, None, 1e-3, 5e-4][since:]
+        assert [line["critic/lr"] for line in trained] == [5e-4, 1e-3, 1e-3, 5e-4][since:]
         assert [line["weight_version"] for line in trained] == [0, 0, 1, 2][since:]
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
