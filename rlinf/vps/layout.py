@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from rlinf.vps.space import DTYPE_BYTES, Kind, LayoutError, Space
 
 Ints = NDArray[np.int64]
+DTYPES = tuple(DTYPE_BYTES)
+WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], np.int64)  # bytes of an element of each of them
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ class Layout(Protocol):
     @property
     def spread(self) -> Mapping[Kind, NDArray[np.int32]]: ...
 
-    def dtype(self, tensor: int, kind: Kind) -> str:
-        """Of a state as it is held here; it may be another than the space's."""
+    def dtypes(self, kind: Kind) -> NDArray[np.int8]:
+        """Of each tensor's state as it is held here, an index into `DTYPES`; -1 where it is not held. ``[tensors]``."""
 
     def of(self, rank: int) -> RankLayout:
         """What a rank holds.
@@ -226,26 +228,22 @@ class ExplicitLayout:
     def spread(self) -> Mapping[Kind, NDArray[np.int32]]:
         return self._grouped[1]
 
-    @cached_property
-    def _dtypes(self) -> Mapping[tuple[int, int], str]:
-        """(tensor, kind) -> dtype of the buffers that hold it; those of one state are alike on all ranks."""
-        found: dict[tuple[int, int], tuple[str, int]] = {}
+    def dtypes(self, kind: Kind) -> NDArray[np.int8]:
+        found = np.full(len(self.space.tensors), -1, np.int8)
+        where = np.full(len(self.space.tensors), -1, np.int64)
         for rank, held in enumerate(self.ranks):
-            pieces = held.pieces
-            for tensor, kind, buffer in zip(
-                pieces.tensor.tolist(), pieces.kind.tolist(), pieces.buffer.tolist(), strict=True
-            ):
-                dtype = held.buffers[buffer].dtype
-                other, where = found.setdefault((tensor, kind), (dtype, rank))
-                if other != dtype:
-                    raise LayoutError(
-                        f"{self.space.tensors[tensor].name} ({Kind(kind).name.lower()}) is {other} on rank {where} "
-                        f"and {dtype} on rank {rank}: all ranks must hold it in one dtype"
-                    )
-        return {state: dtype for state, (dtype, _) in found.items()}
-
-    def dtype(self, tensor: int, kind: Kind) -> str:
-        return self._dtypes[tensor, int(kind)]
+            codes = np.array([DTYPES.index(buffer.dtype) for buffer in held.buffers], np.int8)
+            of_kind = held.pieces.kind == kind
+            tensor, code = held.pieces.tensor[of_kind], codes[held.pieces.buffer[of_kind]]
+            known = np.where(found[tensor] >= 0, found[tensor], code)
+            if (odd := np.flatnonzero(known != code)).size:
+                at = int(tensor[odd[0]])
+                raise LayoutError(
+                    f"{self.space.tensors[at].name} ({kind.name.lower()}) is {DTYPES[found[at]]} on rank {where[at]} "
+                    f"and {DTYPES[code[odd[0]]]} on rank {rank}: all ranks must hold it in one dtype"
+                )
+            found[tensor], where[tensor] = code, rank
+        return found
 
     def of(self, rank: int) -> RankLayout:
         if not 0 <= rank < self.world:
@@ -270,6 +268,3 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-__all__ = ["Buffer", "ExplicitLayout", "Ints", "Kind", "Layout", "Pattern", "Pieces", "RankLayout", "dense"]

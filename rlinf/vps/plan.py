@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf.vps.geometry import Overlaps, nearest, overlap
-from rlinf.vps.layout import Ints, Layout, Pieces
-from rlinf.vps.space import DTYPE_BYTES, Kind, LayoutError, few, same_space
+from rlinf.vps.geometry import nearest, overlap
+from rlinf.vps.layout import DTYPES, WIDTHS, Ints, Layout, Pieces
+from rlinf.vps.space import Kind, LayoutError, few, same_space
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Moves:
         return self.take(np.lexsort(keys))
 
 
+Wave = tuple[int, int]
+"""(which, of how many) parts of all states, where a plan is carried out part by part."""
+
+WHOLE: Wave = (0, 1)
+
+
 @dataclass(frozen=True)
 class Flow:
     """States that are spread alike at the source and at the destination.
@@ -73,8 +79,10 @@ class Flow:
     State ``t`` of it takes box ``a`` from ``source[first[a] + (t + turn[a]) % count[a]]``: replicas take turns.
 
     Attributes:
+        number: of the flow in its plan.
+        patterns: (at the source, at the destination), indices into the layouts' patterns.
+        widths: (at the source, at the destination), bytes of an element.
         tensor, kind: int32 and int8 ``[T]``, the states.
-        width: bytes of an element on the way.
         dst: int32 ``[A]``, who gets a box.
         start, size: int64 ``[A, D]``, the box.
         first, count: int64 ``[A]``, its possible sources, as a range of ``source``.
@@ -82,9 +90,11 @@ class Flow:
         turn: int64 ``[A]``.
     """
 
+    number: int
+    patterns: tuple[int, int]
+    widths: tuple[int, int]
     tensor: NDArray[np.int32]
     kind: NDArray[np.int8]
-    width: int
     dst: NDArray[np.int32]
     start: Ints
     size: Ints
@@ -93,41 +103,53 @@ class Flow:
     source: NDArray[np.int32]
     turn: Ints
 
-    def shares(self) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
-        """(source, destination, bytes over all states) of every box and possible source of it."""
+    def wave(self, wave: Wave) -> tuple[int, int]:
+        """The states of a wave, as a range. Every flow goes in all waves, so that each of these keeps all ranks busy;
+        flows of few states begin in different ones.
+        """
+        number, of = wave
+        phase = self.number % of
+        return (len(self.tensor) * number + phase) // of, (len(self.tensor) * (number + 1) + phase) // of
+
+    def shares(self, wave: Wave = WHOLE) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
+        """(source, destination, bytes over the states of a wave) of every box and possible source of it."""
+        low, high = self.wave(wave)
         atom = np.repeat(np.arange(len(self.dst)), self.count)
-        place = np.arange(len(atom)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        place = _places(self.count)
         count = self.count[atom]
         begins = (place - self.turn[atom]) % count  # the first state that takes it from there
-        states = np.maximum(0, (len(self.tensor) - begins + count - 1) // count)
-        nbytes = states * self.size[atom].prod(axis=1) * self.width
+        states = _before(high, begins, count) - _before(low, begins, count)
+        nbytes = states * self.size[atom].prod(axis=1) * min(self.widths)
         return self.source[self.first[atom] + place], self.dst[atom], nbytes
 
-    def received(self, rank: int) -> Moves:
+    def received(self, rank: int, wave: Wave = WHOLE) -> Moves:
         """What a rank gets, from itself too."""
+        low, high = self.wave(wave)
         atoms = np.flatnonzero(self.dst == rank)
-        state = np.repeat(np.arange(len(self.tensor)), len(atoms))
-        atom = np.tile(atoms, len(self.tensor))
+        state = np.repeat(np.arange(low, high), len(atoms))
+        atom = np.tile(atoms, high - low)
         source = self.source[self.first[atom] + (state + self.turn[atom]) % self.count[atom]]
         return self._moves(source, atom, state)
 
-    def sent(self, rank: int) -> Moves:
+    def sent(self, rank: int, wave: Wave = WHOLE) -> Moves:
         """What a rank gives, to itself too."""
+        low, high = self.wave(wave)
         rows = np.flatnonzero(self.source == rank)
-        owner = np.repeat(np.arange(len(self.dst)), self.count)
-        order = np.repeat(self.first, self.count) + (
-            np.arange(len(owner)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
-        )
-        atom = np.empty(len(owner), np.int64)
-        atom[order] = owner  # by position in ``source``
-        atoms = atom[rows]
+        atoms = self._atom_of_source[rows]
         count = self.count[atoms]
         begins = (rows - self.first[atoms] - self.turn[atoms]) % count
-        times = np.maximum(0, (len(self.tensor) - begins + count - 1) // count)
+        skipped = _before(low, begins, count)
+        times = _before(high, begins, count) - skipped
         each = np.repeat(np.arange(len(rows)), times)
-        nth = np.arange(len(each)) - np.repeat(np.cumsum(times) - times, times)
-        state = begins[each] + nth * count[each]
+        state = begins[each] + (skipped[each] + _places(times)) * count[each]
         return self._moves(np.full(len(each), rank, np.int32), atoms[each], state)
+
+    @cached_property
+    def _atom_of_source(self) -> Ints:
+        """The box that each entry of ``source`` belongs to."""
+        atom = np.empty(len(self.source), np.int64)
+        atom[np.repeat(self.first, self.count) + _places(self.count)] = np.repeat(np.arange(len(self.dst)), self.count)
+        return atom
 
     def _moves(self, source: NDArray[np.int32], atom: Ints, state: Ints) -> Moves:
         return Moves(
@@ -137,7 +159,7 @@ class Flow:
             self.kind[state],
             self.start[atom],
             self.size[atom],
-            np.full(len(atom), self.width, np.int8),
+            np.full(len(atom), min(self.widths), np.int8),
         )
 
 
@@ -172,33 +194,41 @@ class Plan:
     dst: Layout
     flows: tuple[Flow, ...]
 
-    @cached_property
-    def traffic(self) -> Traffic:
+    @property
+    def world(self) -> int:
+        """Ranks of the wider side."""
+        return max(self.src.world, self.dst.world)
+
+    @property
+    def hosts(self) -> Ints:
+        """Index of the host of each rank."""
+        return np.array(self.src.hosts if self.src.world >= self.dst.world else self.dst.hosts)
+
+    def traffic(self, wave: Wave = WHOLE) -> Traffic:
         """Bytes between every two ranks."""
-        shares = [flow.shares() for flow in self.flows]
+        shares = [flow.shares(wave) for flow in self.flows]
         if not shares:
             none = np.empty(0, np.int32)
             return Traffic(none, none, none.astype(np.int64))
         src, dst, nbytes = (np.concatenate(column) for column in zip(*shares, strict=True))
-        world = max(self.src.world, self.dst.world)
-        pairs, where = np.unique(src.astype(np.int64) * world + dst, return_inverse=True)
+        pairs, where = np.unique(src.astype(np.int64) * self.world + dst, return_inverse=True)
         total = np.zeros(len(pairs), np.int64)
         np.add.at(total, where, nbytes)
         some = total > 0
         pairs, total = pairs[some], total[some]
-        return Traffic((pairs // world).astype(np.int32), (pairs % world).astype(np.int32), total)
+        return Traffic((pairs // self.world).astype(np.int32), (pairs % self.world).astype(np.int32), total)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int, wave: Wave = WHOLE) -> Part:
         """What a rank sends, receives, and keeps.
 
         Raises:
             LayoutError: the rank is in neither layout.
         """
-        if not 0 <= rank < max(self.src.world, self.dst.world):
+        if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} is in neither layout ({self.src.world} and {self.dst.world} ranks)")
         ndim = self.src.space.ndim
-        got = Moves.concat([m for flow in self.flows if len(m := flow.received(rank))], ndim).ordered()
-        given = Moves.concat([m for flow in self.flows if len(m := flow.sent(rank))], ndim).ordered()
+        got = Moves.concat([m for flow in self.flows if len(m := flow.received(rank, wave))], ndim).ordered()
+        given = Moves.concat([m for flow in self.flows if len(m := flow.sent(rank, wave))], ndim).ordered()
         return Part(given.take(given.dst != rank), got.take(got.src != rank), got.take(got.src == rank))
 
     @cached_property
@@ -215,45 +245,55 @@ def plan(src: Layout, dst: Layout) -> Plan:
             only a part of it; a dtype that cannot be cast into the other. It names tensor, box and ranks.
     """
     same_space(src.space, dst.space)
-    flows = []
-    hosts = np.array(src.hosts if src.world >= dst.world else dst.hosts)
-    for turn, (source, target, states, kinds, width) in enumerate(_alike(src, dst)):
-        where = src.patterns[source], dst.patterns[target]
+    flows: list[Flow] = []
+    hosts = Plan(src, dst, ()).hosts
+    for rows in _alike(src, dst):
+        source, target, *widths = rows[0, :4].tolist()
+        holders = src.patterns[source]
         try:
-            found = overlap(*where)
+            found = overlap(holders, dst.patterns[target])
         except LayoutError as error:
-            name = src.space.tensors[int(states[0])].name
-            raise LayoutError(f"{name} ({Kind(int(kinds[0])).name.lower()}): {error}") from None
-        flows.append(_flow(found, where[0].rank, hosts, states, kinds, width, turn))
+            tensor, kind = rows[0, 4:].tolist()
+            raise LayoutError(f"{src.space.tensors[tensor].name} ({Kind(kind).name.lower()}): {error}") from None
+        first, count, ranks = nearest(found, holders.rank, hosts)
+        flow = Flow(
+            number=len(flows),
+            patterns=(source, target),
+            widths=(widths[0], widths[1]),
+            tensor=rows[:, 4].astype(np.int32),
+            kind=rows[:, 5].astype(np.int8),
+            dst=found.dst,
+            start=found.start,
+            size=found.size,
+            first=first,
+            count=count,
+            source=ranks,
+            turn=(_within(found.box) + len(flows)) % count,
+        )
+        flows.append(flow)
     return Plan(src, dst, tuple(flows))
 
 
-def _flow(
-    found: Overlaps, holder: NDArray[np.int32], hosts: Ints, tensor: Ints, kind: Ints, width: int, turn: int
-) -> Flow:
-    first, count, source = nearest(found, holder, hosts)
-    # Boxes with the same possible sources begin at different ones, and so do flows.
-    group = np.unique(found.box, return_inverse=True)[1]
+def _within(group: Ints) -> Ints:
+    """The place of each entry among those of its group, so that they can begin at different replicas."""
     order = np.argsort(group, kind="stable")
-    within = np.empty(len(group), np.int64)
-    begins = np.flatnonzero(np.diff(group[order], prepend=-1))
-    within[order] = np.arange(len(group)) - np.repeat(begins, np.diff(np.append(begins, len(group))))
-    return Flow(
-        tensor.astype(np.int32),
-        kind.astype(np.int8),
-        width,
-        found.dst,
-        found.start,
-        found.size,
-        first,
-        count,
-        source,
-        (within + turn) % count,
-    )
+    place = np.empty(len(group), np.int64)
+    place[order] = _places(np.unique(group, return_counts=True)[1])
+    return place
 
 
-def _alike(src: Layout, dst: Layout) -> list[tuple[int, int, Ints, Ints, int]]:
-    """(source pattern, destination pattern, tensors, kinds, bytes of an element) of each flow."""
+def _places(count: Ints) -> Ints:
+    """0, 1, ... within each run of ``count`` entries."""
+    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+
+def _before(end: int, begins: Ints, step: Ints) -> Ints:
+    """How many of ``begins``, ``begins + step``, ... are below ``end``."""
+    return np.maximum(0, (end - begins + step - 1) // step)
+
+
+def _alike(src: Layout, dst: Layout) -> list[Ints]:
+    """Rows (source pattern, destination pattern, source width, destination width, tensor, kind) of each flow."""
     columns: list[Ints] = []
     for kind, wanted in sorted(dst.spread.items()):
         tensors = np.flatnonzero(wanted >= 0)
@@ -262,34 +302,25 @@ def _alike(src: Layout, dst: Layout) -> list[tuple[int, int, Ints, Ints, int]]:
         if held is None or len(lacking):
             names = [dst.space.tensors[int(t)].name for t in lacking]
             raise LayoutError(f"the source does not hold the {kind.name.lower()} of {few(names)}")
-        widths = _widths(src, dst, kind, tensors)
-        columns.append(np.stack([held[tensors], wanted[tensors], widths, tensors, np.full(len(tensors), int(kind))], 1))
-    rows = np.concatenate(columns) if columns else np.empty((0, 5), np.int64)
-    rows = rows[np.lexsort((rows[:, 4], rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
-    begins = np.flatnonzero((np.diff(rows[:, :3], axis=0, prepend=-1) != 0).any(axis=1))
-    groups = np.split(rows, begins[1:]) if len(rows) else []
-    return [(int(g[0, 0]), int(g[0, 1]), g[:, 3], g[:, 4], int(g[0, 2])) for g in groups]
+        have, get = src.dtypes(kind)[tensors], dst.dtypes(kind)[tensors]
+        _check_casts(dst, kind, tensors, have, get)
+        what = (held[tensors], wanted[tensors], WIDTHS[have], WIDTHS[get], tensors, np.full(len(tensors), int(kind)))
+        columns.append(np.stack(what, 1))
+    rows = np.concatenate(columns) if columns else np.empty((0, 6), np.int64)
+    rows = rows[np.lexsort(rows.T[::-1])]
+    begins = np.flatnonzero((np.diff(rows[:, :4], axis=0, prepend=-1) != 0).any(axis=1))
+    return np.split(rows, begins[1:]) if len(rows) else []
 
 
-def _widths(src: Layout, dst: Layout, kind: Kind, tensors: Ints) -> Ints:
-    """Bytes of an element on the way, by tensor.
-
-    Raises:
-        LayoutError: floats cannot become integers, nor integers floats.
-    """
-    found = np.empty(len(tensors), np.int64)
-    known: dict[tuple[str, str], int] = {}
-    for i, tensor in enumerate(tensors.tolist()):
-        pair = src.dtype(tensor, kind), dst.dtype(tensor, kind)
-        if pair not in known:
-            if pair[0] != pair[1] and not ("float" in pair[0] and "float" in pair[1]):
-                raise LayoutError(
-                    f"{dst.space.tensors[tensor].name} ({kind.name.lower()}) is {pair[0]} at the source and {pair[1]} "
-                    "at the destination; only floats can be cast into one another"
-                )
-            known[pair] = min(DTYPE_BYTES[pair[0]], DTYPE_BYTES[pair[1]])
-        found[i] = known[pair]
-    return found
+def _check_casts(dst: Layout, kind: Kind, tensors: Ints, have: NDArray[np.int8], get: NDArray[np.int8]) -> None:
+    floats = np.array(["float" in dtype for dtype in DTYPES])
+    wrong = np.flatnonzero((have != get) & ~(floats[have] & floats[get]))
+    if len(wrong):
+        at = int(wrong[0])
+        raise LayoutError(
+            f"{dst.space.tensors[int(tensors[at])].name} ({kind.name.lower()}) is {DTYPES[have[at]]} at the source and "
+            f"{DTYPES[get[at]]} at the destination; only floats can be cast into one another"
+        )
 
 
 @dataclass(frozen=True)
@@ -331,6 +362,3 @@ def locate(pieces: Pieces, moves: Moves) -> Places:
         )
     shift = ((moves.start[move] - pieces.start[piece]) * pieces.stride[piece]).sum(axis=1)
     return Places(move, pieces.buffer[piece], pieces.offset[piece] + shift, pieces.stride[piece])
-
-
-__all__ = ["Flow", "Moves", "Part", "Places", "Plan", "Traffic", "locate", "plan"]

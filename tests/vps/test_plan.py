@@ -47,7 +47,7 @@ def test_both_sides_of_a_pair_have_the_same_moves_and_the_traffic_counts_them(si
                 assert np.array_equal(getattr(sent, column), getattr(got, column))
             if len(sent):
                 counted[rank, peer] = int(sent.nbytes.sum())
-    found = made.traffic.between()
+    found = made.traffic().between()
     assert counted == dict(zip(zip(found.src.tolist(), found.dst.tolist(), strict=True), found.nbytes, strict=True))
 
 

@@ -1,0 +1,333 @@
+"""The schedule: when each pair of ranks exchanges what, in numbered rounds, under a cap on memory. Pure.
+
+Every rank computes the same rounds from the traffic between all ranks, and takes its own part out. In a round a rank
+sends to at most one other and receives from at most one other, and an exchange waits for earlier rounds alone: no wait
+can close a circle. Where memory is short the state goes in waves, and the old of a wave is freed before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf.vps.layout import WIDTHS, Ints, Layout
+from rlinf.vps.plan import WHOLE, Moves, Plan, Traffic, Wave
+from rlinf.vps.space import LayoutError
+
+CHUNK_BYTES = 64 * 2**20  # of one exchange, where memory allows
+LEAST_CHUNK = 64 * 2**10
+ROUNDS = 64  # exchanges of the busiest rank, where chunks may be small enough
+MOST_WAVES = 64
+SPLIT = 4  # a box is cut into parts of at most a chunk over this, so that chunks can be even
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a rank can send, and receive at the same time: within a host, and to another."""
+
+    in_host: float = 50e9
+    cross_host: float = 50e9
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Exchanges of one wave, columnar, by round; int32 ``[q]`` but for ``nbytes``, int64.
+
+    Attributes:
+        round: its number; in a round a rank sends once and receives once at most.
+        src, dst: who to whom.
+        chunk: which part of what the pair exchanges, from 0.
+        chunks: how many parts the pair exchanges.
+        nbytes: about how large it is (parts are as even as their boxes allow).
+    """
+
+    round: NDArray[np.int32]
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    chunk: NDArray[np.int32]
+    chunks: NDArray[np.int32]
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.round)
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Rounds:
+        return Rounds(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a schedule promises.
+
+    Attributes:
+        peak_bytes: int64 ``[world]``, of each rank: old and new state that are held at once, and staging.
+        makespan: seconds until the last exchange ends.
+        bound: seconds that no schedule of this plan can go below: the busiest rank's sends, or receives.
+    """
+
+    peak_bytes: Ints
+    makespan: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over its lower bound; 1 where nothing moves."""
+        return self.makespan / self.bound if self.bound else 1.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One step of a rank: what it sends in this round, and what it receives.
+
+    Attributes:
+        round: within the wave.
+        to, source: the peers; ``None``: nothing in that direction.
+        sends, receives: the boxes, in the order in which they lie in the message.
+    """
+
+    round: int
+    to: int | None
+    sends: Moves | None
+    source: int | None
+    receives: Moves | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Make it with `schedule`.
+
+    Attributes:
+        waves: the exchanges of each wave.
+        chunk_bytes: no message is larger.
+        low_memory: old state is freed wave by wave, so there is no way back.
+    """
+
+    plan: Plan
+    waves: tuple[Rounds, ...]
+    chunk_bytes: int
+    low_memory: bool
+    certificate: Certificate
+
+    def wave(self, number: int) -> Wave:
+        return number, len(self.waves)
+
+    def exchanges(self, rank: int, wave: int = 0) -> Iterator[Exchange]:
+        """What a rank does in a wave, round by round."""
+        table = self.waves[wave]
+        part = self.plan.part(rank, self.wave(wave))
+        out, into = table.take(table.src == rank), table.take(table.dst == rank)
+        sends = self._messages(part.sends, part.sends.dst, out, out.dst)
+        receives = self._messages(part.receives, part.receives.src, into, into.src)
+        for number in sorted(sends.keys() | receives.keys()):
+            to, given = sends.get(number, (None, None))
+            source, taken = receives.get(number, (None, None))
+            yield Exchange(number, to, given, source, taken)
+
+    def _messages(
+        self, moves: Moves, peer: NDArray[np.int32], table: Rounds, peers: NDArray[np.int32]
+    ) -> dict[int, tuple[int, Moves]]:
+        """Round -> (peer, boxes). Boxes are cut and dealt into chunks alike on both sides of a pair."""
+        cut, origin = split(moves, max(1, _nominal(self.chunk_bytes) // SPLIT))
+        whose = peer[origin]
+        found: dict[int, tuple[int, Moves]] = {}
+        for other in np.unique(peers).tolist():
+            mine = cut.take(np.flatnonzero(whose == other))
+            rows = np.flatnonzero(peers == other)
+            rows = rows[np.argsort(table.chunk[rows])]
+            ends = np.cumsum(mine.nbytes)
+            middle = ends - mine.nbytes / 2
+            edges = np.searchsorted(middle, ends[-1] * np.arange(1, len(rows)) / len(rows))
+            for row, low, high in zip(rows.tolist(), [0, *edges], [*edges, len(mine)], strict=True):
+                found[int(table.round[row])] = other, mine.take(slice(int(low), int(high)))
+        return found
+
+
+def schedule(
+    plan: Plan,
+    links: Links | None = None,
+    *,
+    memory_cap: int | None = None,
+    low_memory: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Schedule:
+    """Put a plan's moves in rounds.
+
+    Args:
+        links: of the machines; shapes the order, and the certificate's times.
+        memory_cap: bytes that a rank may hold at once: old state, new state, and staging of messages.
+        low_memory: free old state as soon as it has been sent, in as many waves as the cap asks for.
+        chunk_bytes: of the largest message.
+
+    Raises:
+        LayoutError: the cap cannot be met; names the smallest that can, and the rank that needs it.
+    """
+    links = links or Links()
+    count = 1
+    peak = _peak(plan, count)
+    if low_memory:
+        while count < MOST_WAVES and (memory_cap is None or int(peak.max()) + 2 * LEAST_CHUNK > memory_cap):
+            count *= 2
+            peak = _peak(plan, count)
+    if memory_cap is not None:
+        room = (memory_cap - int(peak.max())) // 2
+        if room < LEAST_CHUNK:
+            rank = int(peak.argmax())
+            least = int(peak.max()) + 2 * LEAST_CHUNK
+            other = " (low_memory=True needs less, and has no way back)" if not low_memory else ""
+            raise LayoutError(
+                f"memory_cap={memory_cap} is too small: rank {rank} must hold {int(peak[rank])} bytes of old and new "
+                f"state at once, and two messages; the smallest cap that can be met is {least}{other}"
+            )
+        chunk_bytes = min(chunk_bytes, room)
+    waves = []
+    speed = _Speed(plan, links)
+    for number in range(count):
+        traffic = plan.traffic((number, count)).between()
+        waves.append(_rounds(traffic, speed, _nominal(chunk_bytes), plan.world))
+    certificate = Certificate(peak + 2 * chunk_bytes, _makespan(waves, speed, plan.world), _bound(plan, speed))
+    return Schedule(plan, tuple(waves), chunk_bytes, low_memory, certificate)
+
+
+def split(moves: Moves, limit: int) -> tuple[Moves, Ints]:
+    """Cut boxes that are larger than ``limit`` bytes, along their first dimensions. (boxes, the move of each).
+
+    Order is kept; a single element is never cut.
+    """
+    origin = np.arange(len(moves))
+    for dim in range(moves.start.shape[1]):
+        inner = moves.size[:, dim + 1 :].prod(axis=1) * moves.width
+        rows = np.maximum(1, limit // inner)
+        parts = np.where(moves.nbytes > limit, -(-moves.size[:, dim] // rows), 1)
+        if (parts == 1).all():
+            continue
+        each = np.repeat(np.arange(len(moves)), parts)
+        nth = np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)
+        # As even as whole rows allow.
+        low, high = moves.size[each, dim] * nth // parts[each], moves.size[each, dim] * (nth + 1) // parts[each]
+        cut = moves.take(each)
+        start, size = cut.start.copy(), cut.size.copy()
+        start[:, dim] += low
+        size[:, dim] = high - low
+        moves = Moves(cut.src, cut.dst, cut.tensor, cut.kind, start, size, cut.width)
+        origin = origin[each]
+    return moves, origin
+
+
+def _nominal(chunk_bytes: int) -> int:
+    """Mean size of messages of which none is larger than ``chunk_bytes``: boxes cannot be dealt exactly."""
+    return max(1, chunk_bytes * SPLIT // (SPLIT + 1))
+
+
+@dataclass(frozen=True)
+class _Speed:
+    plan: Plan
+    links: Links
+
+    def seconds(self, src: NDArray[np.int32], dst: NDArray[np.int32], nbytes: Ints) -> NDArray[np.float64]:
+        hosts = self.plan.hosts
+        return nbytes / np.where(hosts[src] == hosts[dst], self.links.in_host, self.links.cross_host)
+
+
+def _rounds(traffic: Traffic, speed: _Speed, chunk: int, world: int) -> Rounds:
+    """Greedy: in each round the pairs whose ranks have most left to do come first."""
+    took = speed.seconds(traffic.src, traffic.dst, traffic.nbytes)
+    load = max((np.bincount(at, traffic.nbytes, world).max() for at in (traffic.src, traffic.dst)), default=0.0)
+    size = max(1, min(chunk, int(load) // ROUNDS + 1)) if len(took) else 1
+    chunks = np.maximum(1, -(-traffic.nbytes // size))
+    each = took / chunks
+    left = chunks.copy()
+    out, into = np.bincount(traffic.src, took, world), np.bincount(traffic.dst, took, world)
+    table: list[Ints] = []
+    number = 0
+    alive = np.arange(len(left))
+    while len(alive):
+        src, dst = traffic.src[alive], traffic.dst[alive]
+        most, least = np.maximum(out[src], into[dst]), np.minimum(out[src], into[dst])
+        chosen = alive[_matching(src, dst, np.lexsort((-least, -most)), world)]
+        table.append(np.stack([np.full(len(chosen), number), chosen, chunks[chosen] - left[chosen]], 1))
+        left[chosen] -= 1
+        out[traffic.src[chosen]] -= each[chosen]
+        into[traffic.dst[chosen]] -= each[chosen]
+        alive = alive[left[alive] > 0]
+        number += 1
+    rows = np.concatenate(table) if table else np.empty((0, 3), np.int64)
+    pair = rows[:, 1]
+    part = rows[:, 2]
+    nbytes = traffic.nbytes[pair] * (part + 1) // chunks[pair] - traffic.nbytes[pair] * part // chunks[pair]
+    number_of, of = rows[:, 0].astype(np.int32), chunks[pair].astype(np.int32)
+    return Rounds(number_of, traffic.src[pair], traffic.dst[pair], part.astype(np.int32), of, nbytes)
+
+
+def _matching(src: NDArray[np.int32], dst: NDArray[np.int32], order: Ints, world: int) -> Ints:
+    """Pairs, by preference, such that none shares a source or a destination; no further one fits."""
+    chosen = []
+    first = np.empty(world, np.int64)
+    sends, takes = np.zeros(world, bool), np.zeros(world, bool)
+    while len(order):
+        best = order[_firsts(src[order], first)]  # of each source
+        best = best[_firsts(dst[best], first)]  # of each destination among these
+        chosen.append(best)
+        sends[src[best]] = True
+        takes[dst[best]] = True
+        order = order[~(sends[src[order]] | takes[dst[order]])]
+    return np.concatenate(chosen)
+
+
+def _firsts(keys: NDArray[np.int32], scratch: Ints) -> Ints:
+    """Where each key occurs first, ascending."""
+    where = np.arange(len(keys))
+    scratch[keys[::-1]] = where[::-1]  # the last write counts
+    return np.flatnonzero(scratch[keys] == where)
+
+
+def _makespan(waves: list[Rounds], speed: _Speed, world: int) -> float:
+    """Exchanges begin when both ranks are through with their earlier ones."""
+    out, into = np.zeros(world), np.zeros(world)
+    for table in waves:
+        took = speed.seconds(table.src, table.dst, table.nbytes)
+        begins = np.flatnonzero(np.diff(table.round, prepend=-1))
+        for low, high in pairwise([*begins.tolist(), len(table)]):
+            src, dst = table.src[low:high], table.dst[low:high]
+            end = np.maximum(out[src], into[dst]) + took[low:high]
+            out[src] = end
+            into[dst] = end
+    return float(max(out.max(initial=0.0), into.max(initial=0.0)))
+
+
+def _bound(plan: Plan, speed: _Speed) -> float:
+    traffic = plan.traffic(WHOLE).between()
+    took = speed.seconds(traffic.src, traffic.dst, traffic.nbytes)
+    return float(max((np.bincount(at, took).max(initial=0.0) for at in (traffic.src, traffic.dst)), default=0.0))
+
+
+def _peak(plan: Plan, waves: int) -> Ints:
+    """Bytes of state that each rank holds at most: the new of the waves so far, the old of those from this one on."""
+    old, new = (_elements(layout, plan.world) for layout in (plan.src, plan.dst))
+    held = np.zeros(plan.world, np.int64)
+    for kind, spread in plan.src.spread.items():
+        states = np.flatnonzero(spread >= 0)
+        np.add.at(bytes_ := np.zeros(len(old), np.int64), spread[states], WIDTHS[plan.src.dtypes(kind)[states]])
+        held += bytes_ @ old
+    peak = held.copy()
+    for number in range(waves):
+        begun, freed = np.zeros(len(new), np.int64), np.zeros(len(old), np.int64)
+        for flow in plan.flows:
+            low, high = flow.wave((number, waves))
+            begun[flow.patterns[1]] += (high - low) * flow.widths[1]
+            freed[flow.patterns[0]] += (high - low) * flow.widths[0]
+        held = held + begun @ new
+        peak = np.maximum(peak, held)
+        held = held - freed @ old
+    return peak
+
+
+def _elements(layout: Layout, world: int) -> Ints:
+    """Elements of a tensor of each pattern on each rank: int64 ``[patterns, world]``."""
+    table = np.zeros((len(layout.patterns), world), np.int64)
+    for row, pattern in enumerate(layout.patterns):
+        np.add.at(table[row], pattern.rank, pattern.size.prod(axis=1))
+    return table
