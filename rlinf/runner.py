@@ -33,8 +33,8 @@ class Outcome:
 
     Attributes:
         steps: training iterations that are done.
-        before, after: mean validation reward at the first and the last evaluation of the whole run, interruptions and
-            all; ``None`` without one.
+        before, after: mean validation reward before the first step and at the last evaluation of the whole run,
+            interruptions and all; ``None`` without one.
         checkpoint: the newest checkpoint.
         export: the trained model as a Hugging Face directory.
         output_dir: metrics, samples, logs.
@@ -169,7 +169,7 @@ class _Run:
         self.console.evaluation(self.step, values)
         score = values.get(SCORE)
         if score is not None:
-            self.before = score if self.before is None else self.before
+            self.before = score if self.step == 0 else self.before
             self.after = score
 
     def _save(self) -> None:
@@ -211,10 +211,13 @@ class _Run:
             self.console.progress(glimpse.doing, glimpse.group, glimpse.done, glimpse.total)
 
     def _say(self, outcome: Outcome) -> None:
+        self.console.close()  # these lines are the last on the screen
         note = self.console.note
         note(f"checkpoint   {outcome.checkpoint}")
         if outcome.export:
             note(f"model        {outcome.export} (a Hugging Face directory)")
-        note(f"metrics      {outcome.output_dir / 'metrics.jsonl'}, samples.jsonl, logs/, tensorboard/ beside it")
-        if outcome.before is not None and outcome.after is not None:
-            note(f"validation reward {outcome.before:.3f} -> {outcome.after:.3f} in {outcome.steps} steps")
+        beside = ["samples.jsonl", "logs/", *(["tensorboard/"] if self.cfg.logger.tensorboard else [])]
+        note(f"metrics      {outcome.output_dir / 'metrics.jsonl'}; beside it {', '.join(beside)}")
+        if outcome.after is not None:
+            before = "" if outcome.before is None else f"{outcome.before:.3f} -> "
+            note(f"validation reward {before}{outcome.after:.3f} in {outcome.steps} steps")

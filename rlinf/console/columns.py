@@ -66,13 +66,13 @@ def duration(value: float) -> str:
 def short(phases: Mapping[str, float]) -> list[tuple[str, float]]:
     """Phases by the last part of their names where that is unique, the longest first.
 
-    Those under a fiftieth of the longest are left out.
+    Those under a twentieth of the longest are left out.
     """
     ends = [name.replace("/", ".").rsplit(".", 1)[-1] for name in phases]
     named = [
         (end if ends.count(end) == 1 else name, took) for end, (name, took) in zip(ends, phases.items(), strict=True)
     ]
-    least = max(phases.values(), default=0.0) / 50
+    least = max(phases.values(), default=0.0) / 20
     return sorted(((name, took) for name, took in named if took > 0 and took >= least), key=lambda pair: -pair[1])
 
 

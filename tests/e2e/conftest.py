@@ -39,4 +39,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = Command(folder, *WHOLE, "output_dir=out")
     assert run.wait() == 0, run.said()
     assert run.leftovers() == []
+    *_, metrics, last = run.said().splitlines()
+    assert "tensorboard" not in metrics  # it was not asked for
+    assert last.startswith("validation reward")
+    assert "->" not in last  # there was no evaluation before
     return folder / "out"
