@@ -7,6 +7,7 @@ GPUs) before the libraries that read it are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -169,7 +170,8 @@ class RankHost:
         except BaseException as error:
             import traceback
 
-            traceback.print_exc()
+            with contextlib.suppress(OSError):  # the log may be on the full disk that the error is about
+                traceback.print_exc()
             at = (self._executor.current if self._executor else "") or doing
             failure = Failure.of(error, self.ctx.group, self.ctx.rank, self._node, os.getpid(), at)
             raise RankError(failure) from None
