@@ -21,7 +21,7 @@ class Overlaps:
         start, size: int64 ``[A, D]``, what it takes.
         box: int64 ``[A]``, the source's box that it is in.
         first, count: int64 ``[boxes]``: box ``b`` is held by ``holder[first[b] : first[b] + count[b]]``.
-        holder: int64, places in the source's pattern, by rank.
+        holder: int32, ranks.
     """
 
     dst: NDArray[np.int32]
@@ -30,7 +30,7 @@ class Overlaps:
     box: Ints
     first: Ints
     count: Ints
-    holder: Ints
+    holder: NDArray[np.int32]
 
 
 def overlap(src: Pattern, dst: Pattern) -> Overlaps:
@@ -66,12 +66,11 @@ def overlap(src: Pattern, dst: Pattern) -> Overlaps:
     nth = np.arange(len(row)) - np.repeat(np.cumsum(times[want]) - times[want], times[want])
     taker = dst.rank[by_box[begins[want[row]] + nth]]
     held = np.bincount(which, minlength=len(boxes[0]))
-    return Overlaps(
-        taker, start[row], size[row], box[row], np.cumsum(held) - held, held, np.argsort(which, kind="stable")
-    )
+    holder = src.rank[np.argsort(which, kind="stable")]
+    return Overlaps(taker, start[row], size[row], box[row], np.cumsum(held) - held, held, holder)
 
 
-def nearest(found: Overlaps, rank: NDArray[np.int32], hosts: Ints) -> tuple[Ints, Ints, NDArray[np.int32]]:
+def nearest(found: Overlaps, hosts: Ints) -> tuple[Ints, Ints, NDArray[np.int32]]:
     """(first, count, source) of each overlap: the holders of its box that are nearest to who takes it.
 
     The rank itself, else those of its host, else all.
@@ -79,7 +78,7 @@ def nearest(found: Overlaps, rank: NDArray[np.int32], hosts: Ints) -> tuple[Ints
     count = found.count[found.box]
     row = np.repeat(np.arange(len(found.dst)), count)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    source = rank[found.holder[found.first[found.box[row]] + nth]]
+    source = found.holder[found.first[found.box[row]] + nth]
     taker = found.dst[row]
     distance = np.where(source == taker, 0, np.where(hosts[source] == hosts[taker], 1, 2))
     least = np.minimum.reduceat(distance, np.cumsum(count) - count) if len(row) else distance

@@ -74,7 +74,7 @@ def held_in_common(src: Layout, dst: Layout) -> Ints:
         count = found.count[found.box]
         row = np.repeat(np.arange(len(found.dst)), count)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-        process = src.patterns[source].rank[found.holder[found.first[found.box[row]] + nth]].astype(np.int64)
+        process = found.holder[found.first[found.box[row]] + nth].astype(np.int64)
         nbytes = found.size.prod(axis=1)[row] * len(rows) * int(rows[0, 2:4].min())
         np.add.at(total, process * world + found.dst[row], nbytes)
     return total.reshape(world, world)

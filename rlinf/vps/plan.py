@@ -249,13 +249,12 @@ def plan(src: Layout, dst: Layout) -> Plan:
     hosts = Plan(src, dst, ()).hosts
     for rows in alike(src, dst):
         source, target, *widths = rows[0, :4].tolist()
-        holders = src.patterns[source]
         try:
-            found = overlap(holders, dst.patterns[target])
+            found = overlap(src.patterns[source], dst.patterns[target])
         except LayoutError as error:
             tensor, kind = rows[0, 4:].tolist()
             raise LayoutError(f"{src.space.tensors[tensor].name} ({Kind(kind).name.lower()}): {error}") from None
-        first, count, ranks = nearest(found, holders.rank, hosts)
+        first, count, ranks = nearest(found, hosts)
         flow = Flow(
             number=len(flows),
             patterns=(source, target),

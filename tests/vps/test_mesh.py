@@ -1,0 +1,215 @@
+"""Described meshes hold the model exactly, and any two of them can be turned into one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf.vps.cover import check_cover
+from rlinf.vps.hf import space_of
+from rlinf.vps.mesh import Mesh, MeshLayout, flat_range
+from rlinf.vps.plan import plan
+from rlinf.vps.space import Kind, LayoutError
+from tests.vps.labelled import buffers, carry, same
+
+STATES = {Kind.PARAMETER: "bfloat16", Kind.MASTER: "float32", Kind.EXP_AVG: "float32"}
+
+
+def config(kind: str = "qwen3_moe", **more) -> dict:
+    """Odd sizes: 3 layers, 6 heads over 2 key-value heads, 5 experts, 11 tokens; a head has one row."""
+    return {
+        "model_type": kind,
+        "num_hidden_layers": 3,
+        "hidden_size": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 1,
+        "intermediate_size": 5,
+        "vocab_size": 11,
+        "num_experts": 5,
+        "moe_intermediate_size": 3,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+@st.composite
+def meshes(draw: st.DrawFn, most: int = 12) -> Mesh:
+    tp, pp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dp = draw(st.integers(1, max(1, most // (tp * pp))))
+    cp = draw(st.sampled_from([1, 1, 2])) if tp * pp * dp * 2 <= most else 1
+    stage = tp * dp * cp
+    ep, etp = draw(st.sampled_from([(e, t) for e in range(1, 6) for t in range(1, 4) if stage % (e * t) == 0]))
+    interleave = draw(st.sampled_from([1, 1, 2]))
+    pieces = pp * interleave
+    cuts = sorted(draw(st.lists(st.integers(0, 3), min_size=pieces - 1, max_size=pieces - 1)))
+    uneven = tuple(int(n) for n in np.diff([0, *cuts, 3])) if draw(st.booleans()) else ()
+    return Mesh(
+        tp,
+        pp,
+        dp,
+        cp,
+        ep,
+        etp,
+        layers=uneven,
+        interleave=interleave,
+        fsdp=draw(st.booleans()),
+        zero1=draw(st.booleans()),
+        vocab_multiple=draw(st.sampled_from([1, 4])),
+        fused=draw(st.booleans()),
+        ranks_per_host=draw(st.sampled_from([2, 8])),
+    )
+
+
+@given(meshes())
+@settings(max_examples=40, deadline=None)
+def test_every_coordinate_is_held_and_tensors_that_are_not_tied_by_equally_many(mesh: Mesh) -> None:
+    layout = MeshLayout(config(tie_word_embeddings=False), mesh, STATES)
+    if mesh.tp <= 2:  # more ranks than key-value heads: some heads may have more owners than others
+        check_cover(layout)
+    held = {(t, int(k)): np.zeros(layout.space.shape(t), int) for t in range(len(layout.space.tensors)) for k in STATES}
+    for rank in range(mesh.world):
+        pieces = layout.of(rank).pieces
+        for row in range(len(pieces)):
+            box = tuple(slice(a, b) for a, b in zip(pieces.start[row], pieces.end[row], strict=True))
+            held[int(pieces.tensor[row]), int(pieces.kind[row])][box] += 1
+    assert all(counts.min() >= 1 for counts in held.values())
+
+
+@given(meshes())
+@settings(max_examples=20, deadline=None)
+def test_patterns_say_the_same_as_the_ranks_pieces(mesh: Mesh) -> None:
+    layout = MeshLayout(config(), mesh, STATES)
+    told, found = set(), set()
+    for kind, spread in layout.spread.items():
+        for tensor, at in enumerate(spread.tolist()):
+            pattern = layout.patterns[at]
+            for row in range(len(pattern)):
+                told.add((tensor, int(kind), int(pattern.rank[row]), *pattern.start[row], *pattern.size[row]))
+    for rank in range(layout.world):
+        held = layout.of(rank)
+        for row in range(len(held.pieces)):
+            p = held.pieces
+            found.add((int(p.tensor[row]), int(p.kind[row]), rank, *p.start[row], *p.size[row]))
+            last = p.offset[row] + ((p.size[row] - 1) * p.stride[row]).sum()
+            assert last < held.buffers[p.buffer[row]].numel
+    assert told == found
+
+
+@given(meshes(8), meshes(8))
+@settings(max_examples=15, deadline=None)
+def test_from_any_mesh_to_any_other_and_back_is_the_identity(one: Mesh, other: Mesh) -> None:
+    world = max(one.world, other.world)
+    a, b = (
+        MeshLayout(config(), mesh, {Kind.PARAMETER: "bfloat16", Kind.EXP_AVG: "float32"}, world)
+        for mesh in (one, other)
+    )
+    assert same(carry(plan(a, b)), buffers(b, True))
+    assert same(carry(plan(b, a)), buffers(a, True))
+
+
+def test_one_to_many_to_one() -> None:
+    single = MeshLayout(config(), Mesh(), STATES, 12)
+    many = MeshLayout(config(), Mesh(tp=2, pp=2, dp=3, ep=3, etp=2, zero1=True), STATES)
+    assert same(carry(plan(single, many)), buffers(many, True))
+    assert same(carry(plan(many, single)), buffers(single, True))
+
+
+def rows_of(layout: MeshLayout, name: str, rank: int) -> tuple[int, int] | None:
+    pieces = layout.of(rank).pieces
+    mine = np.flatnonzero(pieces.tensor == layout.space.find(name))
+    return (int(pieces.start[mine[0], 0]), int(pieces.end[mine[0], 0])) if len(mine) else None
+
+
+def test_key_value_heads_are_repeated_where_there_are_more_ranks() -> None:
+    layout = MeshLayout(config("llama", head_dim=2), Mesh(tp=6))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert [rows_of(layout, name, rank) for rank in range(6)] == [(0, 2)] * 3 + [(2, 4)] * 3
+
+
+def test_padding_of_the_vocabulary_is_physical_only() -> None:
+    layout = MeshLayout(config("llama"), Mesh(tp=4, vocab_multiple=4))
+    name = "model.embed_tokens.weight"
+    assert layout.padded_vocab == 16
+    assert [rows_of(layout, name, rank) for rank in range(4)] == [(0, 4), (4, 8), (8, 11), None]
+    held = layout.of(2)
+    assert held.buffers[held.pieces.buffer[held.pieces.tensor == layout.space.find(name)][0]].numel == 4 * 3
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
+    layout = MeshLayout(config("llama"), Mesh(pp=3))
+    assert [rows_of(layout, "lm_head.weight", rank) is not None for rank in range(3)] == [True, False, True]
+    untied = MeshLayout(config("llama", tie_word_embeddings=False), Mesh(pp=3))
+    assert [rows_of(untied, "lm_head.weight", rank) is not None for rank in range(3)] == [False, False, True]
+
+
+def test_interleaved_stages_take_layers_in_turns() -> None:
+    layout = MeshLayout(config("llama", num_hidden_layers=8), Mesh(pp=2, interleave=2))
+    mine = [[i for i in range(8) if rows_of(layout, f"model.layers.{i}.mlp.down_proj.weight", r)] for r in range(2)]
+    assert mine == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_fsdp_cuts_as_torch_chunk_does_and_leaves_the_last_ranks_empty() -> None:
+    import torch
+
+    layout = MeshLayout(config("llama"), Mesh(dp=7, fsdp=True))
+    chunks = [len(chunk) for chunk in torch.arange(11).chunk(7)]
+    found = [rows_of(layout, "model.embed_tokens.weight", rank) for rank in range(7)]
+    assert [high - low for low, high in filter(None, found)] == chunks
+    assert found[len(chunks) :] == [None] * (7 - len(chunks))
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.data())
+def test_a_flat_range_is_its_boxes_in_order(shape: list[int], data: st.DataObject) -> None:
+    numel = int(np.prod(shape, dtype=np.int64))
+    low = data.draw(st.integers(0, numel))
+    high = data.draw(st.integers(low, numel))
+    labels = np.arange(numel).reshape(shape)
+    boxes = flat_range(((0,) * len(shape), tuple(shape)), low, high)
+    parts = [labels[tuple(slice(s, s + n) for s, n in zip(*box, strict=True))].ravel() for box in boxes]
+    assert np.concatenate([np.empty(0, int), *parts]).tolist() == list(range(low, high))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (Mesh(tp=2, ep=3), r"ep=3 x etp=1 does not divide the 2 ranks of a stage"),
+        (Mesh(pp=2, layers=(1, 1)), r"2 numbers that add up to 3 are needed"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(mesh: Mesh, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        MeshLayout(config(), mesh)
+
+
+def test_too_few_processes_and_unknown_architectures_are_refused() -> None:
+    with pytest.raises(LayoutError, match="3 processes are too few for a mesh of 4 ranks"):
+        MeshLayout(config(), Mesh(tp=4), processes=3)
+    with pytest.raises(LayoutError, match="model_type='mamba'"):
+        space_of(config("mamba"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_names_and_shapes_are_those_that_transformers_saves(kind: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    told = config(kind, hidden_size=12, head_dim=2, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**told))
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert {tensor.name: tensor.shape for tensor in space_of(told).tensors} == saved
+
+
+def test_a_layout_with_other_degrees_has_another_hash() -> None:
+    layout = MeshLayout(config(), Mesh(tp=2))
+    assert layout.hash == MeshLayout(config(), Mesh(tp=2)).hash
+    assert layout.hash != replace(layout, mesh=Mesh(dp=2)).hash
