@@ -45,7 +45,8 @@ def actor(directory: Path, ctx: RankContext, budget: int = 24, parity_bound: flo
 
 def critic(directory: Path, ctx: RankContext) -> Critic:
     model = ModelConfig(name="small", path=str(directory))
-    made = Critic(CriticConfig(model=model, algorithm=ALGORITHM, optimizer=OPTIMIZER, tokens_per_micro_batch=24), ctx)
+    settings = AlgorithmConfig(**vars(ALGORITHM))  # its own, for a test may change it
+    made = Critic(CriticConfig(model=model, algorithm=settings, optimizer=OPTIMIZER, tokens_per_micro_batch=24), ctx)
     made.setup()
     return made
 
