@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf.vps.geometry import nearest, overlap
+from rlinf.vps.geometry import Overlaps, nearest, overlap
 from rlinf.vps.layout import DTYPES, WIDTHS, Ints, Layout, Pieces
 from rlinf.vps.space import Kind, LayoutError, few, same_space
 
@@ -254,7 +254,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
         except LayoutError as error:
             tensor, kind = rows[0, 4:].tolist()
             raise LayoutError(f"{src.space.tensors[tensor].name} ({Kind(kind).name.lower()}): {error}") from None
-        first, count, ranks = nearest(found, hosts)
+        first, count, ranks, turn = _balanced(found, *nearest(found, hosts))
         flow = Flow(
             number=len(flows),
             patterns=(source, target),
@@ -267,18 +267,34 @@ def plan(src: Layout, dst: Layout) -> Plan:
             first=first,
             count=count,
             source=ranks,
-            turn=(_within(found.box) + len(flows)) % count,
+            turn=(turn + len(flows)) % count,
         )
         flows.append(flow)
     return Plan(src, dst, tuple(flows))
 
 
-def _within(group: Ints) -> Ints:
-    """The place of each entry among those of its group, so that they can begin at different replicas."""
+def _balanced(
+    found: Overlaps, first: Ints, count: Ints, source: NDArray[np.int32]
+) -> tuple[Ints, Ints, NDArray[np.int32], Ints]:
+    """Narrow the possible sources of each box to as few as still share the work evenly.
+
+    ``g`` boxes that could each come from the same ``c`` replicas are dealt to ``gcd(c, g)`` blocks of these: every
+    replica then gives as much as any other, and a rank speaks with few others.
+
+    Returns:
+        first, count, source, and the turn of each box among those of its block.
+    """
+    same = np.stack([found.box, count, source[first]], 1)  # sets of nearest holders that are alike
+    group = np.unique(same, axis=0, return_inverse=True)[1].reshape(-1)
+    size = np.bincount(group)[group]
     order = np.argsort(group, kind="stable")
     place = np.empty(len(group), np.int64)
-    place[order] = _places(np.unique(group, return_counts=True)[1])
-    return place
+    place[order] = _places(np.bincount(group))
+    blocks = np.gcd(count, size)
+    each = count // blocks
+    begin = first + place % blocks * each
+    narrowed = source[np.repeat(begin, each) + _places(each)]
+    return np.cumsum(each) - each, each, narrowed, place // blocks
 
 
 def _places(count: Ints) -> Ints:

@@ -18,9 +18,9 @@ from rlinf.vps.layout import WIDTHS, Ints, Layout
 from rlinf.vps.plan import WHOLE, Moves, Plan, Traffic, Wave
 from rlinf.vps.space import LayoutError
 
-CHUNK_BYTES = 64 * 2**20  # of one exchange, where memory allows
+CHUNK_BYTES = 256 * 2**20  # of one exchange, where memory allows
 LEAST_CHUNK = 64 * 2**10
-ROUNDS = 64  # exchanges of the busiest rank, where chunks may be small enough
+ROUNDS = 128
 MOST_WAVES = 64
 SPLIT = 4  # a box is cut into parts of at most a chunk over this, so that chunks can be even
 
