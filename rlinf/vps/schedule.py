@@ -233,7 +233,10 @@ class _Speed:
 
 
 def _rounds(traffic: Traffic, speed: _Speed, chunk: int, world: int) -> Rounds:
-    """Greedy: in each round the pairs whose ranks have most left to do come first."""
+    """Greedy: in each round those pairs come first whose ranks, and who themselves, have most left to do.
+
+    A rank that must get much from one other may not leave that to the end, when another wants the same one.
+    """
     took = speed.seconds(traffic.src, traffic.dst, traffic.nbytes)
     load = max((np.bincount(at, traffic.nbytes, world).max() for at in (traffic.src, traffic.dst)), default=0.0)
     size = max(1, min(chunk, int(load) // ROUNDS + 1)) if len(took) else 1
@@ -246,8 +249,8 @@ def _rounds(traffic: Traffic, speed: _Speed, chunk: int, world: int) -> Rounds:
     alive = np.arange(len(left))
     while len(alive):
         src, dst = traffic.src[alive], traffic.dst[alive]
-        most, least = np.maximum(out[src], into[dst]), np.minimum(out[src], into[dst])
-        chosen = alive[_matching(src, dst, np.lexsort((-least, -most)), world)]
+        todo = out[src] + into[dst] + left[alive] * each[alive]
+        chosen = alive[_matching(src, dst, np.argsort(-todo, kind="stable"), world)]
         table.append(np.stack([np.full(len(chosen), number), chosen, chunks[chosen] - left[chosen]], 1))
         left[chosen] -= 1
         out[traffic.src[chosen]] -= each[chosen]
