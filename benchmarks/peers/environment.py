@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TRL = ("trl==1.16.*", "torch==2.13.0", "transformers>=5.16.1,<5.20", "datasets", "accelerate")
 
+MEGATRON = ("megatron-core==0.16.*", "torch==2.13.0", "numpy")
+
 # Builds of these for another torch make every transformers model import fail, and no peer here needs them.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
