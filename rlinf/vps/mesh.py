@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -86,14 +86,21 @@ class MeshLayout:
 
     def __post_init__(self) -> None:
         mesh, layers = self.mesh, self.decoder.layers
+        if not self.dtypes_of:
+            raise LayoutError("dtypes_of is empty: a layout holds one kind of state at least")
+        degrees = ("tp", "pp", "dp", "cp", "ep", "etp", "interleave", "vocab_multiple", "ranks_per_host")
+        for name in degrees:
+            if getattr(mesh, name) < 1:
+                raise LayoutError(f"{name}={getattr(mesh, name)}: a mesh needs 1 or more")
         if mesh.stage % (mesh.ep * mesh.etp):
             raise LayoutError(
                 f"ep={mesh.ep} x etp={mesh.etp} does not divide the {mesh.stage} ranks of a stage "
                 f"(tp={mesh.tp} x cp={mesh.cp} x dp={mesh.dp})"
             )
-        if mesh.layers and (len(mesh.layers) != mesh.pp * mesh.interleave or sum(mesh.layers) != layers):
+        pieces = mesh.pp * mesh.interleave
+        if mesh.layers and (len(mesh.layers) != pieces or sum(mesh.layers) != layers or min(mesh.layers) < 0):
             raise LayoutError(
-                f"layers={mesh.layers}: {mesh.pp * mesh.interleave} numbers that add up to {layers} are needed"
+                f"layers={mesh.layers}: {pieces} numbers, none below 0, that add up to {layers} are needed"
             )
         if self.world < mesh.world:
             raise LayoutError(f"{self.processes} processes are too few for a mesh of {mesh.world} ranks")
@@ -129,27 +136,35 @@ class MeshLayout:
         return tuple((piece % mesh.pp).tolist())
 
     @cached_property
-    def _tables(self) -> tuple[tuple[Pattern, ...], dict[Kind, NDArray[np.int32]]]:
-        patterns: list[Pattern] = []
+    def _classes(self) -> tuple[tuple[Slot, ...], NDArray[np.int32]]:
+        """(one slot of each class, class of each slot): those of a class are spread alike."""
         known: dict[tuple[Any, ...], int] = {}
+        firsts: list[Slot] = []
+        member = []
+        for slot in self._slots:
+            key = (slot.role, slot.shape, self._stages(slot), self._expert_rank(slot))
+            if (at := known.setdefault(key, len(firsts))) == len(firsts):
+                firsts.append(slot)
+            member.append(at)
+        return tuple(firsts), np.array(member, np.int32)
+
+    @cached_property
+    def _tables(self) -> tuple[tuple[Pattern, ...], dict[Kind, NDArray[np.int32]]]:
+        firsts, member = self._classes
+        patterns: list[Pattern] = []
+        spread_of: dict[bool, NDArray[np.int32]] = {}
         spread: dict[Kind, NDArray[np.int32]] = {}
         for kind in sorted(self.dtypes_of):
-            flat = self.mesh.zero1 and kind in OPTIMISER
-            if not flat and Kind.PARAMETER in spread:
-                spread[kind] = spread[Kind.PARAMETER]
-                continue
-            if flat and (done := next((k for k in OPTIMISER if k in spread), None)) is not None:
-                spread[kind] = spread[done]
-                continue
-            row = []
-            for slot in self._slots:
-                key = (slot.role, slot.shape, self._stages(slot), self._expert_rank(slot), flat)
-                if key not in known:
-                    known[key] = len(patterns)
-                    patterns.append(self._pattern(slot, flat))
-                row.append(known[key])
-            spread[kind] = np.array(row, np.int32)
+            flat = self._flat(kind)
+            if flat not in spread_of:
+                spread_of[flat] = member + np.int32(len(patterns))
+                patterns += (self._pattern(slot, flat) for slot in firsts)
+            spread[kind] = spread_of[flat]
         return tuple(patterns), spread
+
+    def _flat(self, kind: Kind) -> bool:
+        """Whether data parallel ranks share a state by flat ranges."""
+        return self.mesh.zero1 and kind in OPTIMISER
 
     @property
     def patterns(self) -> Sequence[Pattern]:
@@ -240,43 +255,90 @@ class MeshLayout:
         multiple = self.mesh.vocab_multiple * self.mesh.tp
         return -(-self.decoder.vocab // multiple) * multiple
 
+    @cached_property
+    def _buffers(self) -> tuple[tuple[str, ...], Ints]:
+        """(names of a kind's buffers, over all ranks; the buffer of each slot)."""
+        known: dict[str, int] = {}
+        fused = self.mesh.fused
+        at = [
+            known.setdefault(f"{slot.layer}.{slot.fused}" if fused and slot.fused else slot.name, len(known))
+            for slot in self._slots
+        ]
+        return tuple(known), np.array(at, np.int64)
+
     def of(self, rank: int) -> RankLayout:
         if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} is not in this layout of {self.world} ranks")
-        mesh = self.mesh
-        rows: list[tuple[int, int, Any, Any, int, int, Any]] = []
-        sizes: list[int] = []
-        names: list[tuple[str, Kind]] = []
-        buffer_of: dict[tuple[str, Kind], int] = {}
-        mine = [np.flatnonzero(pattern.rank == rank) for pattern in self.patterns]
+        tables = [_rows_of(pattern, rank) for pattern in self.patterns]
+        counts = np.array([len(start) for start, _ in tables], np.int64)
+        first = np.cumsum(counts) - counts
+        starts, sizes = (np.concatenate([table[i] for table in tables]) for i in (0, 1))
+        strides = _strides(sizes)
+        parts: list[Pieces] = []
+        buffers: list[Buffer] = []
         for kind, spread in self.spread.items():
-            for tensor, slot in enumerate(self._slots):
-                pattern = self.patterns[spread[tensor]]
-                for row in mine[spread[tensor]].tolist():
-                    start, size = pattern.start[row], pattern.size[row]
-                    whole = mesh.fused and slot.fused
-                    key = (f"{slot.layer}.{slot.fused}" if whole else slot.name), kind
-                    if key not in buffer_of:
-                        buffer_of[key] = len(sizes)
-                        sizes.append(0)
-                        names.append(key)
-                    at = buffer_of[key]
-                    inner = np.cumprod([1, *size[:0:-1].tolist()])[::-1]
-                    rows.append((tensor, int(kind), start, size, at, sizes[at], inner))
-                    sizes[at] += int(size.prod())
-                if slot.role is Role.VOCABULARY and (slot.name, kind) in buffer_of and not (mesh.fsdp or mesh.zero1):
-                    edges = self.padded_vocab * (rank % mesh.tp + np.arange(2)) // mesh.tp
-                    sizes[buffer_of[slot.name, kind]] = int(edges[1] - edges[0]) * slot.shape[1]
-        buffers = [
-            Buffer(f"{name} ({kind.name.lower()})", n, self.dtypes_of[kind])
-            for (name, kind), n in zip(names, sizes, strict=True)
-        ]
-        return RankLayout(Pieces.of(rows, self.space.ndim), tuple(buffers))
+            held = counts[spread]
+            tensor = np.repeat(np.arange(len(spread)), held)
+            row = first[spread][tensor] + _within(held)
+            names, numel, buffer, offset = self._placed(rank, kind, tensor, sizes[row])
+            at = (buffer + len(buffers)).astype(np.int32)
+            of_kind = np.full(len(tensor), kind, np.int8)
+            parts.append(Pieces(tensor.astype(np.int32), of_kind, starts[row], sizes[row], at, offset, strides[row]))
+            dtype, suffix = self.dtypes_of[kind], f" ({kind.name.lower()})"
+            buffers += [Buffer(name + suffix, n, dtype) for name, n in zip(names, numel.tolist(), strict=True)]
+        return RankLayout(Pieces.concat(parts), tuple(buffers))
+
+    def _placed(self, rank: int, kind: Kind, tensor: Ints, size: Ints) -> tuple[list[str], Ints, Ints, Ints]:
+        """Lay a rank's boxes of a kind, ``[n, D]``, one after the other into its buffers.
+
+        Returns:
+            Names and elements of the buffers, and for each box the place of its buffer among them and its offset there.
+        """
+        names, buffer_of = self._buffers
+        buffer, count = buffer_of[tensor], size.prod(axis=1)
+        order = np.argsort(buffer, kind="stable")
+        before = np.cumsum(count[order]) - count[order]
+        offset = np.empty_like(count)
+        offset[order] = before - before[np.searchsorted(buffer[order], buffer[order])]
+        numel = np.zeros(len(names), np.int64)
+        np.add.at(numel, buffer, count)
+        if not (self.mesh.fsdp or self._flat(kind)) and rank < self.mesh.world:
+            edges = self.padded_vocab * (rank % self.mesh.tp + np.arange(2)) // self.mesh.tp
+            for at, slot in self._vocabulary:
+                if rank // self.mesh.stage in self._stages(slot):  # a part that is padding alone is stored too
+                    numel[buffer_of[at]] = int(edges[1] - edges[0]) * slot.shape[1]
+        used = np.flatnonzero(numel)
+        return [names[i] for i in used.tolist()], numel[used], np.searchsorted(used, buffer), offset
+
+    @cached_property
+    def _vocabulary(self) -> tuple[tuple[int, Slot], ...]:
+        return tuple((i, slot) for i, slot in enumerate(self._slots) if slot.role is Role.VOCABULARY)
 
     @cached_property
     def hash(self) -> str:
-        told = (self.space.hash, self.mesh, sorted((int(k), d) for k, d in self.dtypes_of.items()), self.world)
+        # All of the decoder, not only the space: models of the same shapes are cut differently if their heads differ.
+        decoder = [(f.name, getattr(self.decoder, f.name)) for f in fields(Decoder)]
+        plain = [(name, sorted(value) if isinstance(value, frozenset) else value) for name, value in decoder]
+        told = (plain, self.mesh, sorted((int(k), d) for k, d in self.dtypes_of.items()), self.world)
         return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def _rows_of(pattern: Pattern, rank: int) -> tuple[Ints, Ints]:
+    """(start, size) of what a rank has in a pattern, whose ranks ascend."""
+    low, high = np.searchsorted(pattern.rank, [rank, rank + 1])
+    return pattern.start[low:high], pattern.size[low:high]
+
+
+def _within(counts: Ints) -> Ints:
+    """``[2, 0, 3]`` -> ``[0, 1, 0, 1, 2]``."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _strides(size: Ints) -> Ints:
+    """Of boxes ``[n, D]`` that lie in rows; 0 in dimensions of size 1."""
+    inner = np.ones_like(size)
+    inner[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
+    return np.where(size > 1, inner, 0)
 
 
 def _shares(box: Box, members: int, fsdp: bool, flat: bool) -> list[list[Box]]:

@@ -67,19 +67,38 @@ def meshes(draw: st.DrawFn, most: int = 12) -> Mesh:
     )
 
 
-@given(meshes())
+def declared(mesh: Mesh, name: str, kind: Kind, tied: bool) -> np.ndarray | int:
+    """How many ranks are to hold each row of a tensor: by overlap of fractions, not by the layout's intervals."""
+    expert = ".experts." in name
+    shared = mesh.fsdp or (mesh.zero1 and kind is not Kind.PARAMETER)
+    copies = 1 if shared else mesh.stage // (mesh.ep * mesh.etp if expert else mesh.tp)
+    if name == "model.embed_tokens.weight" and tied and mesh.pp > 1:
+        copies *= 2
+    if name.split(".")[-2] in ("k_proj", "v_proj"):  # of 2 heads of one row
+        return copies * np.array(
+            [sum(h * mesh.tp < (i + 1) * 2 and i * 2 < (h + 1) * mesh.tp for i in range(mesh.tp)) for h in range(2)]
+        )
+    if "norm" in name or name.endswith("mlp.gate.weight"):
+        return copies * mesh.tp
+    return copies
+
+
+@given(meshes(), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_every_coordinate_is_held_and_tensors_that_are_not_tied_by_equally_many(mesh: Mesh) -> None:
-    layout = MeshLayout(config(tie_word_embeddings=False), mesh, STATES)
-    if mesh.tp <= 2:  # more ranks than key-value heads: some heads may have more owners than others
-        check_cover(layout)
+def test_every_coordinate_is_held_by_as_many_ranks_as_is_declared(mesh: Mesh, tied: bool) -> None:
+    layout = MeshLayout(config(tie_word_embeddings=tied), mesh, STATES)
     held = {(t, int(k)): np.zeros(layout.space.shape(t), int) for t in range(len(layout.space.tensors)) for k in STATES}
     for rank in range(mesh.world):
         pieces = layout.of(rank).pieces
         for row in range(len(pieces)):
             box = tuple(slice(a, b) for a, b in zip(pieces.start[row], pieces.end[row], strict=True))
             held[int(pieces.tensor[row]), int(pieces.kind[row])][box] += 1
-    assert all(counts.min() >= 1 for counts in held.values())
+    for (tensor, kind), counts in held.items():
+        name = layout.space.tensors[tensor].name
+        expected = np.reshape(declared(mesh, name, Kind(kind), tied), (-1, 1))
+        assert (counts == expected).all(), (name, Kind(kind), counts.tolist())
+    if mesh.tp <= 2:  # more ranks than key-value heads: some heads may have more owners than others
+        check_cover(layout)
 
 
 @given(meshes())
@@ -138,8 +157,10 @@ def test_padding_of_the_vocabulary_is_physical_only() -> None:
     name = "model.embed_tokens.weight"
     assert layout.padded_vocab == 16
     assert [rows_of(layout, name, rank) for rank in range(4)] == [(0, 4), (4, 8), (8, 11), None]
-    held = layout.of(2)
-    assert held.buffers[held.pieces.buffer[held.pieces.tensor == layout.space.find(name)][0]].numel == 4 * 3
+    for state in ({}, {"zero1": True}):  # a rank of padding alone has a buffer too
+        stored = MeshLayout(config("llama"), Mesh(tp=4, vocab_multiple=4, **state))
+        sizes = [[b.numel for b in stored.of(rank).buffers if b.name.startswith(name)] for rank in range(4)]
+        assert sizes == [[4 * 3]] * 4
 
 
 def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
@@ -181,7 +202,10 @@ def test_a_flat_range_is_its_boxes_in_order(shape: list[int], data: st.DataObjec
     ("mesh", "text"),
     [
         (Mesh(tp=2, ep=3), r"ep=3 x etp=1 does not divide the 2 ranks of a stage"),
-        (Mesh(pp=2, layers=(1, 1)), r"2 numbers that add up to 3 are needed"),
+        (Mesh(pp=2, layers=(1, 1)), r"2 numbers, none below 0, that add up to 3 are needed"),
+        (Mesh(pp=2, layers=(4, -1)), r"layers=\(4, -1\): 2 numbers, none below 0"),
+        (Mesh(tp=0), "tp=0: a mesh needs 1 or more"),
+        (Mesh(dp=-1), "dp=-1: a mesh needs 1 or more"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(mesh: Mesh, text: str) -> None:
@@ -213,3 +237,30 @@ def test_a_layout_with_other_degrees_has_another_hash() -> None:
     layout = MeshLayout(config(), Mesh(tp=2))
     assert layout.hash == MeshLayout(config(), Mesh(tp=2)).hash
     assert layout.hash != replace(layout, mesh=Mesh(dp=2)).hash
+
+
+def test_models_of_the_same_shapes_whose_heads_differ_have_other_hashes() -> None:
+    """They are cut in other places: ranks that agreed on a hash would send what nobody waits for."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    one, other = (
+        MeshLayout(config("llama", num_attention_heads=h, num_key_value_heads=h // 2, head_dim=d), Mesh(tp=3))
+        for h, d in ((8, 4), (4, 8))
+    )
+    assert one.space.hash == other.space.hash
+    assert [rows_of(one, name, rank) for rank in range(3)] != [rows_of(other, name, rank) for rank in range(3)]
+    assert one.hash != other.hash
+
+
+def test_projections_that_are_fused_lie_one_after_the_other_in_one_buffer() -> None:
+    layout = MeshLayout(config("llama"), Mesh(tp=2, fused=True))
+    held = layout.of(1)
+    names = ["model.layers.0.self_attn." + part + "_proj.weight" for part in "kqv"]
+    rows = [int(np.flatnonzero(held.pieces.tensor == layout.space.find(name))[0]) for name in names]
+    assert len(set(held.pieces.buffer[rows].tolist())) == 1
+    assert held.pieces.offset[rows].tolist() == [0, 1 * 3, (1 + 3) * 3]
+    assert held.buffers[held.pieces.buffer[rows[0]]].numel == (1 + 3 + 1) * 3
+
+
+def test_a_layout_of_no_state_is_refused() -> None:
+    with pytest.raises(LayoutError, match="dtypes_of is empty"):
+        MeshLayout(config(), Mesh(), {})
