@@ -21,6 +21,7 @@ from rlinf.vps.layout import Buffer, ExplicitLayout, Pieces, RankLayout, dense
 from rlinf.vps.space import Kind, LayoutError, Space, Tensor, few
 
 OPTIMISER_KINDS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "master": Kind.MASTER}
+OPTIMISER_SCALARS = frozenset({"step"})
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LiveState:
 
     Attributes:
         tensors: kind -> name -> tensor; a tied tensor once.
-        scalars: plain values, and tensors of one element that every rank has (an optimiser's step), by name.
+        scalars: plain values, and the optimiser's own that every rank has (`OPTIMISER_SCALARS`), by name.
         aliases: other names of tied tensors -> their name in ``tensors``.
         derived: buffers that a checkpoint does not keep, for the module makes them anew.
     """
@@ -68,7 +69,7 @@ def live_state(module: nn.Module, optimizer: torch.optim.Optimizer | None = None
         for key, value in state.items():
             if key in OPTIMISER_KINDS and isinstance(value, torch.Tensor):
                 tensors.setdefault(OPTIMISER_KINDS[key], {})[name] = value
-            elif not isinstance(value, torch.Tensor) or value.numel() == 1:
+            elif not isinstance(value, torch.Tensor) or (key in OPTIMISER_SCALARS and value.numel() == 1):
                 scalars[f"{name}.{key}"] = value
             else:
                 strange.append(f"{key} of {name}")
@@ -97,15 +98,21 @@ def layout_of(
         hosts: index of the host of each process; all on one if not given.
 
     Raises:
-        LayoutError: a tensor is a partial sum, or its mesh has ranks that are not among ``ranks``.
+        LayoutError: a tensor is a partial sum, or its mesh has ranks that are not among ``ranks``; a state has another
+            shape than its parameter, or a kind has several dtypes; ``world`` or ``hosts`` do not fit ``ranks``.
     """
-    names = sorted({name for tensors in state.tensors.values() for name in tensors})
-    shapes: dict[str, Tensor] = {}
-    for name in names:
-        first = next(tensors[name] for tensors in state.tensors.values() if name in tensors)
-        shapes[name] = Tensor(name, tuple(first.shape), dtype_name(first))
-    space = Space(tuple(shapes.values()), dict.fromkeys(state.tensors, ""), dict(state.aliases), state.derived)
+    tensors: dict[str, Tensor] = {}
+    for kind, name, tensor in ordered(state):  # parameters come first, and say shape and dtype
+        known = tensors.setdefault(name, Tensor(name, tuple(tensor.shape), dtype_name(tensor)))
+        if known.shape != tuple(tensor.shape):
+            raise LayoutError(f"{name} ({kind.name.lower()}) has shape {tuple(tensor.shape)}, its tensor {known.shape}")
+    kinds = {kind: _kind_dtype(kind, state.tensors[kind], tensors) for kind in sorted(state.tensors)}
+    space = Space(tuple(tensors.values()), kinds, dict(state.aliases), state.derived)
     world = world or max(ranks) + 1
+    if min(ranks) < 0 or max(ranks) >= world or len(set(ranks)) < len(ranks):
+        raise LayoutError(f"ranks {list(ranks)} are not so many different processes of a world of {world}")
+    if hosts is not None and len(hosts) != world:
+        raise LayoutError(f"hosts are given for {len(hosts)} processes of {world}")
     rows: list[list[Any]] = [[] for _ in range(world)]
     buffers: list[list[Buffer]] = [[] for _ in range(world)]
     for kind, name, tensor in ordered(state):
@@ -119,6 +126,16 @@ def layout_of(
             rows[rank].append((space.index[name], int(kind), start, size, at, 0, dense(size)))
     held = (RankLayout(Pieces.of(mine, space.ndim), tuple(own)) for mine, own in zip(rows, buffers, strict=True))
     return ExplicitLayout(space, tuple(held), tuple(hosts or (0,) * world))
+
+
+def _kind_dtype(kind: Kind, held: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor]) -> str:
+    """Of all states of a kind; ``""`` where each has that of its tensor."""
+    odd = [name for name in sorted(held) if dtype_name(held[name]) != tensors[name].dtype]
+    dtypes = {dtype_name(tensor): name for name, tensor in held.items()}
+    if odd and len(dtypes) > 1:
+        told = few(f"{dtype} ({name})" for dtype, name in sorted(dtypes.items()))
+        raise LayoutError(f"{kind.name.lower()} is held in several dtypes, not those of the parameters: {told}")
+    return next(iter(dtypes)) if odd else ""
 
 
 def buffers_of(state: LiveState) -> list[torch.Tensor]:

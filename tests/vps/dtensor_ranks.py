@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlinf.models.parallelize import parallelize
 from rlinf.vps.dtensor import boxes_of, buffers_of, layout_of, live_state
 from rlinf.vps.space import LayoutError
+from tests.models.small import SIZES
 
 SHAPES = [(8, 6), (5, 7), (3, 2), (1, 5), (2,), (6, 1, 3)]
 
@@ -31,6 +34,18 @@ class Net(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.down(self.up(self.embed(ids)).relu()))
+
+
+def trained_llama(mesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """As an actor has it; sizes that neither two tensor-parallel parts nor two shards of each divide."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": 265, "intermediate_size": 50}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    parallelize(model, mesh, torch.float32, backbone=model.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    model(torch.arange(7)[None]).logits.square().mean().backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def trained(mesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -66,9 +81,14 @@ def cases(rank: int) -> dict:
         boxes_of(part, 4)
     except LayoutError as error:
         found["part"] = str(error)
-    for name, dp, tp in (("fsdp", 4, 1), ("tp", 1, 4), ("both", 2, 2)):
+    for name, dp, tp, make in (
+        ("fsdp", 4, 1, trained),
+        ("tp", 1, 4, trained),
+        ("both", 2, 2, trained),
+        ("llama", 2, 2, trained_llama),
+    ):
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-        net, optimizer = trained(mesh)
+        net, optimizer = make(mesh)
         state = live_state(net, optimizer)
         layout = layout_of(state, mesh=mesh, ranks=range(4))
         full = {

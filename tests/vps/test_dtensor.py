@@ -35,6 +35,18 @@ def test_every_rank_says_the_same_of_all(ranks: list[dict], name: str) -> None:
     check_cover_of_kinds(ranks[0][name][1])
 
 
+def test_a_decoder_under_fsdp_and_tensor_parallelism_is_covered_with_its_moments(ranks: list[dict]) -> None:
+    assert len({rank["llama"][0] for rank in ranks}) == 1
+    layout = ranks[0]["llama"][1]
+    check_cover(layout)
+    assert set(layout.spread) == {Kind.PARAMETER, Kind.EXP_AVG, Kind.EXP_AVG_SQ}
+    assert layout.space.find("lm_head.weight") == layout.space.find("model.embed_tokens.weight")
+    at = layout.space.find("model.layers.0.mlp.up_proj.weight")  # 50 rows: 25 of each part, and of those 13 and 12
+    pieces = [layout.of(rank).pieces for rank in range(4)]
+    mine = [p.take((p.tensor == at) & (p.kind == Kind.PARAMETER)) for p in pieces]
+    assert [(int(p.start[0, 0]), int(p.size[0, 0])) for p in mine] == [(0, 13), (25, 13), (13, 12), (38, 12)]
+
+
 def check_cover_of_kinds(layout) -> None:
     """A buffer is no parameter and has no moments: such states are not there, and all others are."""
     for kind, spread in layout.spread.items():
@@ -51,7 +63,7 @@ def test_fsdp_within_tensor_parallel_parts_is_strided(ranks: list[dict]) -> None
     assert any("_StridedShard" in text or "_S(" in text for text in ranks[0]["both"][4])
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "both"])
+@pytest.mark.parametrize("name", ["fsdp", "tp", "both", "llama"])
 def test_pieces_of_all_ranks_put_together_are_the_full_tensors(ranks: list[dict], name: str) -> None:
     _, layout, _, full, _ = ranks[0][name]
     found = {kind: {n: torch.full_like(t, torch.nan) for n, t in tensors.items()} for kind, tensors in full.items()}
@@ -109,6 +121,45 @@ def test_state_that_nobody_classified_is_an_error() -> None:
     other.state[next(iter(other.param_groups[0]["params"]))]["exp_avg"] = torch.zeros(7, 6)
     with pytest.raises(LayoutError, match="that is no parameter"):
         live_state(net, other)
+
+
+def test_a_moment_of_one_element_is_no_scalar() -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    with pytest.raises(LayoutError, match="nobody classified: momentum_buffer of weight"):
+        live_state(net, optimizer)
+
+
+def test_moments_may_have_a_dtype_of_their_own() -> None:
+    weights = {name: torch.ones(2, dtype=torch.bfloat16) for name in "ab"}
+    moments = {name: torch.ones(2) for name in "ab"}
+    layout = layout_of(LiveState({Kind.EXP_AVG: moments, Kind.PARAMETER: weights}))
+    assert layout.space.kinds == {Kind.PARAMETER: "", Kind.EXP_AVG: "float32"}
+    assert layout.space.dtype(0, Kind.PARAMETER) == "bfloat16"
+    mixed = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float16)}
+    with pytest.raises(LayoutError, match=r"exp_avg is held in several dtypes.*float16 \(b\), float32 \(a\)"):
+        layout_of(LiveState({Kind.PARAMETER: weights, Kind.EXP_AVG: mixed}))
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"ranks": [4, 5], "world": 5}, r"ranks \[4, 5\] are not so many different processes of a world of 5"),
+        ({"ranks": [1, 1]}, r"ranks \[1, 1\] are not"),
+        ({"ranks": [0, 1], "hosts": [0]}, "hosts are given for 1 processes of 2"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(more: dict, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        layout_of(LiveState({Kind.PARAMETER: {"w": torch.ones(2)}}), **more)
+
+
+def test_a_moment_of_another_shape_is_named() -> None:
+    state = LiveState({Kind.PARAMETER: {"w": torch.ones(2, 3)}, Kind.EXP_AVG: {"w": torch.ones(2)}})
+    with pytest.raises(LayoutError, match=r"w \(exp_avg\) has shape \(2,\), its tensor \(2, 3\)"):
+        layout_of(state)
 
 
 def test_processes_are_numbered_over_both_sides() -> None:
