@@ -114,6 +114,19 @@ def _intersect(boxes: tuple[Ints, Ints], wanted: tuple[Ints, Ints]) -> tuple[Int
     return begin[some], extent[some], box[some], want[some]
 
 
+def disjoint(pattern: Pattern) -> Pattern:
+    """The same with boxes that are equal or disjoint."""
+    (_, size), _ = _distinct(pattern.start, pattern.size)
+    if not len(pattern):
+        return pattern
+    low, high = pattern.start.min(axis=0), (pattern.start + pattern.size).max(axis=0)
+    if int(size.prod(axis=1).sum()) <= int((high - low).prod()):
+        boxes = _distinct(pattern.start, pattern.size)[0]
+        if len(_intersect(boxes, boxes)[2]) == len(size):  # each box meets itself alone
+            return pattern
+    return _cut(pattern)[0]
+
+
 def _cut(src: Pattern) -> tuple[Pattern, tuple[Ints, Ints], Ints]:
     """A pattern whose boxes are equal or disjoint: each is cut where any other begins or ends."""
     ndim = src.start.shape[1]

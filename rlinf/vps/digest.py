@@ -1,0 +1,140 @@
+"""A digest of state that does not depend on its layout: a sum over logical coordinates.
+
+Every element adds ``bits * weight`` modulo 2**64, where the weight is a product of one odd random number for each of
+its coordinates and one for its tensor. Ranks add up what they own, each coordinate being owned once, so the sum is the
+same in every layout; and it changes when values are swapped, shifted, transposed, or put under another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlinf.vps.geometry import disjoint
+from rlinf.vps.layout import DTYPES, Layout, Pattern, Pieces
+from rlinf.vps.space import Kind
+
+Digests = dict[Kind, int]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 2**20  # elements that are widened together, so that they stay in the cache
+_MASK = (1 << 64) - 1
+
+
+def owned(layout: Layout, rank: int) -> Pieces:
+    """The boxes that a rank counts: of several holders the lowest rank does, once.
+
+    Boxes lie where the rank's first buffer with them has them.
+    """
+    held = layout.of(rank).pieces
+    mine: list[Pieces] = []
+    known: dict[int, Pattern] = {}
+    for kind, spread in layout.spread.items():
+        rows = np.flatnonzero(held.kind == kind)
+        seen: set[int] = set()
+        for row in rows.tolist():
+            tensor = int(held.tensor[row])
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            at = int(spread[tensor])
+            if at not in known:
+                known[at] = _counted(layout.patterns[at], rank)
+            mine.append(_cut_out(held.take(rows[held.tensor[rows] == tensor]), known[at]))
+    return Pieces.concat(mine) if mine else Pieces.empty(layout.space.ndim)
+
+
+def _counted(pattern: Pattern, rank: int) -> Pattern:
+    """The boxes of a pattern, cut until equal or disjoint, whose lowest holder is the rank."""
+    cells = disjoint(pattern)
+    order = np.lexsort((cells.rank, *cells.size.T, *cells.start.T))
+    boxes = np.concatenate([cells.start, cells.size], axis=1)[order]
+    first = np.append(True, (np.diff(boxes, axis=0) != 0).any(axis=1)) if len(boxes) else np.empty(0, bool)
+    chosen = order[first]
+    chosen = chosen[cells.rank[chosen] == rank]
+    return Pattern(cells.rank[chosen], cells.start[chosen], cells.size[chosen])
+
+
+def _cut_out(held: Pieces, boxes: Pattern) -> Pieces:
+    """These boxes, each out of the first piece that has it."""
+    inside = (held.start[None] <= boxes.start[:, None]) & (held.end[None] >= (boxes.start + boxes.size)[:, None])
+    piece = inside.all(axis=2).argmax(axis=1)
+    found = held.take(piece)
+    shift = ((boxes.start - found.start) * found.stride).sum(axis=1)
+    return Pieces(found.tensor, found.kind, boxes.start, boxes.size, found.buffer, found.offset + shift, found.stride)
+
+
+@torch.no_grad()
+def digest(
+    layout: Layout, rank: int, buffers: Sequence[torch.Tensor], dtypes: Mapping[Kind, NDArray[np.int8]] | None = None
+) -> Digests:
+    """What one rank adds to the digest of each kind; sum over all ranks modulo 2**64 (`total`).
+
+    Args:
+        buffers: of the rank, flat, in the order of its layout.
+        dtypes: kind -> of each tensor, the dtype (an index into `DTYPES`) in which values are counted, where they are
+            cast on the way.
+    """
+    pieces = owned(layout, rank)
+    found: Digests = dict.fromkeys(layout.spread, 0)
+    for row in range(len(pieces)):
+        kind, tensor = Kind(int(pieces.kind[row])), layout.space.tensors[int(pieces.tensor[row])]
+        size, stride = pieces.size[row].tolist(), pieces.stride[row].tolist()
+        buffer = buffers[int(pieces.buffer[row])]
+        box = buffer.as_strided(size, stride, buffer.storage_offset() + int(pieces.offset[row]))
+        counted = (dtypes or {}).get(kind)
+        wanted = buffer.dtype if counted is None else getattr(torch, DTYPES[counted[pieces.tensor[row]]])
+        part = _box(box, wanted, tensor.name, pieces.start[row].tolist())
+        found[kind] = (found[kind] + part) & _MASK
+    return found
+
+
+def total(parts: Sequence[Digests]) -> Digests:
+    """The digest of all ranks' parts."""
+    kinds = {kind for part in parts for kind in part}
+    return {kind: sum(part.get(kind, 0) for part in parts) & _MASK for kind in sorted(kinds)}
+
+
+def _box(box: torch.Tensor, dtype: torch.dtype, name: str, start: Sequence[int]) -> int:
+    """The sum over one box."""
+    *lead, last = box.shape
+    sides = enumerate(zip(start, box.shape, strict=True))
+    weights = [_weights(dim, first, count).to(box.device) for dim, (first, count) in sides]
+    rows = torch.ones((), dtype=torch.int64, device=box.device)
+    for each in weights[:-1]:
+        rows = rows[..., None] * each
+    rows, flat = rows.reshape(-1), box.reshape(-1, last) if lead else box[None]
+    at_once = max(1, _AT_ONCE // last)
+    sums = 0
+    for low in range(0, len(flat), at_once):
+        part = flat[low : low + at_once].to(dtype).contiguous()
+        bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+        bits += 1  # so that zeros count too
+        bits *= weights[-1]
+        sums += int((bits.sum(1) * rows[low : low + at_once]).sum())
+    return sums * _seed(name) & _MASK
+
+
+@lru_cache(maxsize=4096)
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+
+
+@lru_cache(maxsize=1024)
+def _weights(dim: int, first: int, count: int) -> torch.Tensor:
+    """An odd random number for each coordinate of a dimension: splitmix64 of the coordinate and the dimension.
+
+    One sequence serves all tensors; `_seed` tells these apart.
+    """
+    with np.errstate(over="ignore"):
+        x = np.arange(first, first + count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(2 * dim + 1)
+        x += np.uint64(dim + 1) << np.uint64(48)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(x.view(np.int64))
