@@ -12,6 +12,14 @@ from rlinf.vps.space import Kind, LayoutError, Space, Tensor
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
+# What transformers takes where a config lacks a key, as far as it is not derived from other keys.
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4},
+}
+
+
 class Role(Enum):
     """How a tensor is cut for tensor parallelism."""
 
@@ -58,6 +66,7 @@ class Decoder:
     tied: bool
     head_norms: bool
     attention_bias: bool
+    mlp_bias: bool
     experts: int
     moe_intermediate: int
     dense_layers: frozenset[int]
@@ -67,30 +76,40 @@ class Decoder:
         """Read a config.
 
         Raises:
-            LayoutError: the architecture is not one of those that are known here.
+            LayoutError: the architecture is not one of those that are known here, or a size is missing.
         """
         kind = config.get("model_type", "")
-        if kind not in ("llama", "qwen3", "qwen3_moe"):
-            raise LayoutError(f"model_type={kind!r}: a space can be described for llama, qwen3 and qwen3_moe")
-        layers, experts = config["num_hidden_layers"], config.get("num_experts", 0) if kind == "qwen3_moe" else 0
+        if kind not in DEFAULTS:
+            raise LayoutError(f"model_type={kind!r}: a space can be described for {', '.join(DEFAULTS)}")
+        config = {**DEFAULTS[kind], **config}
+
+        def size(*names: str) -> int:
+            for name in names:
+                if config.get(name) is not None:
+                    return int(config[name])
+            raise LayoutError(f"the {kind} config has no {' or '.join(names)}: the shapes cannot be told without it")
+
+        moe = kind == "qwen3_moe"
+        layers, hidden, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
+        experts = size("num_experts", "num_local_experts") if moe else 0  # the latter is what transformers 5 writes
         step = config.get("decoder_sparse_step", 1)
         listed = config.get("mlp_only_layers") or ()
-        dense = {i for i in range(layers) if not experts or i in listed or (i + 1) % step}
-        heads = config["num_attention_heads"]
+        dense = frozenset(i for i in range(layers) if not experts or i in listed or (i + 1) % step)
         return cls(
             layers=layers,
-            hidden=config["hidden_size"],
+            hidden=hidden,
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=size("intermediate_size") if dense else 0,
+            vocab=size("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             head_norms=kind.startswith("qwen3"),
             attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
             experts=experts,
-            moe_intermediate=config.get("moe_intermediate_size", 0),
-            dense_layers=frozenset(dense),
+            moe_intermediate=size("moe_intermediate_size") if len(dense) < layers else 0,
+            dense_layers=dense,
         )
 
     def slots(self) -> Iterator[Slot]:
@@ -131,9 +150,13 @@ class Decoder:
 
     def _feed_forward(self, at: str, width: int, layer: int, expert: int) -> Iterator[Slot]:
         fused = f"gate_up_proj.{expert}"
-        yield Slot(at + "gate_proj.weight", (width, self.hidden), Role.ROWS, layer, expert, fused)
-        yield Slot(at + "up_proj.weight", (width, self.hidden), Role.ROWS, layer, expert, fused)
+        for name in ("gate_proj", "up_proj"):
+            yield Slot(f"{at}{name}.weight", (width, self.hidden), Role.ROWS, layer, expert, fused)
+            if self.mlp_bias:
+                yield Slot(f"{at}{name}.bias", (width,), Role.ROWS, layer, expert, fused + ".bias")
         yield Slot(at + "down_proj.weight", (self.hidden, width), Role.COLUMNS, layer, expert)
+        if self.mlp_bias:
+            yield Slot(at + "down_proj.bias", (self.hidden,), Role.WHOLE, layer, expert)
 
 
 def space_of(config: Mapping[str, Any], kinds: Mapping[Kind, str] | None = None, dtype: str = "bfloat16") -> Space:
@@ -145,7 +168,7 @@ def space_of(config: Mapping[str, Any], kinds: Mapping[Kind, str] | None = None,
         dtype: of the parameters.
 
     Raises:
-        LayoutError: the architecture is not one of those that are known here.
+        LayoutError: the architecture is not one of those that are known here, or a size is missing.
     """
     decoder = Decoder.of(config)
     tensors = tuple(Tensor(slot.name, slot.shape, dtype) for slot in decoder.slots())
