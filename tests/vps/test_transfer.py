@@ -125,7 +125,7 @@ def test_ranks_with_another_plan_are_named_before_anything_moves(ranks: Ranks) -
 
 
 @pytest.mark.parametrize("way", ["shared", "gloo"])
-@pytest.mark.parametrize("phase", ["publish", "pull", "verify", "commit"])
+@pytest.mark.parametrize("phase", ["publish", "pull", "digest", "verify"])
 def test_a_rank_that_is_killed_is_named_within_the_deadline_and_the_old_state_stays(
     tmp_path: Path, phase: str, way: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_no_memory_is_left_behind(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     ranks = Ranks(tmp_path)
     src, dst = layouts()[:2]
-    ranks.run(Job(src, dst, in_arena=True, die_in="commit", victim=0, deadline_s=3.0))
+    ranks.run(Job(src, dst, in_arena=True, die_in="verify", victim=0, deadline_s=3.0))
     ranks.close()
     assert {name for name in set(os.listdir("/dev/shm")) - before if "rlinf" in name or "vps" in name} == set()
 

@@ -75,5 +75,24 @@ def _merged(
 def run(copy: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy one box from a flat buffer to another, on whatever devices, casting where dtypes differ."""
     (read, from_), (write, into) = copy.read, copy.write
+    if len(copy.size) > 1 and from_[-1] == into[-1] == 1 and _plain(source, target):
+        np.copyto(_rows(target, copy.size, write, into), _rows(source, copy.size, read, from_))
+        return
     reads = source.as_strided(copy.size, from_, source.storage_offset() + read)
     target.as_strided(copy.size, into, target.storage_offset() + write).copy_(reads, non_blocking=True)
+
+
+def _plain(source: torch.Tensor, target: torch.Tensor) -> bool:
+    return source.dtype == target.dtype and source.device.type == target.device.type == "cpu"
+
+
+def _rows(flat: torch.Tensor, size: Sequence[int], offset: int, stride: Sequence[int]) -> np.ndarray:
+    """A box as an array whose elements are its rows: each is then copied by one memcpy, which beats a strided loop."""
+    width = flat.element_size()
+    return np.ndarray(
+        size[:-1],
+        np.dtype((np.void, size[-1] * width)),
+        flat.detach().view(torch.uint8).numpy(),
+        offset * width,
+        [step * width for step in stride[:-1]],
+    )

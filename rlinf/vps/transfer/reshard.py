@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from rlinf.vps.digest import Digests, digest, total
 from rlinf.vps.layout import WIDTHS
 from rlinf.vps.memory import this_host
-from rlinf.vps.plan import Moves
+from rlinf.vps.plan import Moves, Part
 from rlinf.vps.schedule import Schedule
 from rlinf.vps.space import Kind
 from rlinf.vps.transfer import ipc, shared
 from rlinf.vps.transfer.choice import Place, choose
-from rlinf.vps.transfer.copying import copies, run
+from rlinf.vps.transfer.copying import Copy, copies, run
 from rlinf.vps.transfer.messages import Messages
 from rlinf.vps.transfer.peers import Peers, TransferError
 
@@ -41,7 +41,7 @@ class Report:
 
 
 class Reshard:
-    """One rank's part of a relayout.
+    """One rank's part of a relayout. Kept, it can be run again: what it worked out and mapped is still there.
 
     Args:
         made: the schedule; the same on all ranks.
@@ -66,6 +66,33 @@ class Reshard:
     ) -> None:
         self.made, self.rank, self.peers = made, rank, peers
         self.verify, self.way, self.group, self.device = verify, way, group, device
+        self.ways: list[str] = []
+        self._parts: dict[int, Part] = {}
+        self._copies: dict[tuple[int, int], list[Copy]] = {}
+        self._attached: dict[shared.Opened, list[torch.Tensor]] = {}
+
+    def part(self, wave: int) -> Part:
+        """This rank's part of a wave."""
+        if wave not in self._parts:
+            self._parts[wave] = self.made.plan.part(self.rank, self.made.wave(wave))
+        return self._parts[wave]
+
+    def copies_from(self, wave: int, source: int) -> list[Copy]:
+        """What this rank takes from another one's memory (or its own)."""
+        if (wave, source) not in self._copies:
+            part, plan = self.part(wave), self.made.plan
+            moves = part.local if source == self.rank else part.receives.take(part.receives.src == source)
+            self._copies[wave, source] = copies(moves, plan.src.of(source).pieces, plan.dst.of(self.rank).pieces)
+        return self._copies[wave, source]
+
+    def attached(self, told: shared.Opened) -> list[torch.Tensor]:
+        """Another rank's memory. It stays mapped for the next time: to map it costs as much as to read it."""
+        if told not in self._attached:
+            gone = [known for known in self._attached if known.handle.pid == told.handle.pid]
+            for known in gone:
+                del self._attached[known]
+            self._attached[told] = shared.attach(told)
+        return self._attached[told]
 
     def run(
         self,
@@ -114,15 +141,8 @@ class _Work:
         self.opened: shared.Arena | None = None
 
     def run(self) -> tuple[list[torch.Tensor], Report]:
-        self._told("plan", lambda: self.plan.hash, equal="plan (its two layouts)")
-        places = self._told("place", lambda: Place(this_host(), self.reshard.device))
-        ways = [
-            choose(place, places[self.rank], rank == self.rank, self.reshard.way) for rank, place in enumerate(places)
-        ]
-        out = [
-            choose(places[self.rank], place, rank == self.rank, self.reshard.way) for rank, place in enumerate(places)
-        ]
-        told = self._told("publish", lambda: self._publish(set(out)))
+        ways = self._ways()
+        told = self._told("publish", lambda: self._publish(set(ways)))
         start = self._told("digest", self._digest_before) if self.reshard.verify else []
         for wave in range(len(self.made.waves)):
             self._told(f"transfer {wave}", partial(self._transfer, wave, ways, told))
@@ -131,13 +151,23 @@ class _Work:
         if self.reshard.verify:
             end = self._told("verify", self._digest_after)
             self._compare(total(start), total(end))
-        self._told("commit", lambda: True)
+        # All have heard the same, so all come to the same end: no further vote is needed.
         for number, tensor in enumerate(self.new):
             if tensor is None:
                 self.new[number] = self._made(number)
         return [tensor for tensor in self.new if tensor is not None], self.report
 
-    def _told(self, phase: str, make: Callable[[], Any], equal: str = "") -> list[Any]:
+    def _ways(self) -> list[str]:
+        """How each rank's state comes here. Asked once: ranks stay where they are."""
+        if not self.reshard.ways:
+            met = self._told("plan", lambda: (self.plan.hash, Place(this_host(), self.reshard.device)))
+            if odd := [rank for rank, (known, _) in enumerate(met) if known != met[0][0]]:
+                raise TransferError(f"rank {odd[0]} has another plan (its two layouts) than rank 0; nothing was moved")
+            here, asked = met[self.rank][1], self.reshard.way
+            self.reshard.ways = [choose(place, here, rank == self.rank, asked) for rank, (_, place) in enumerate(met)]
+        return self.reshard.ways
+
+    def _told(self, phase: str, make: Callable[[], Any]) -> list[Any]:
         """Do something, and hear what came of it on all ranks; the failure of any is the failure of all."""
         began = time.perf_counter()
         error: Exception | None = None
@@ -152,10 +182,7 @@ class _Work:
             rank, what = failed[0]
             state = "the old state is as it was" if not self.made.low_memory else "part of the old state is freed"
             raise TransferError(f"phase {phase!r} failed on rank {rank}: {what} ({state})") from error
-        values = [what for _, what in everyone]
-        if equal and (odd := [rank for rank, value in enumerate(values) if value != values[0]]):
-            raise TransferError(f"rank {odd[0]} has another {equal} than rank 0; nothing was moved")
-        return values
+        return [what for _, what in everyone]
 
     def _publish(self, ways: set[str]) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -169,24 +196,23 @@ class _Work:
         return told
 
     def _transfer(self, wave: int, ways: list[str], told: list[dict[str, Any]]) -> None:
-        part = self.plan.part(self.rank, self.made.wave(wave))
+        part = self.reshard.part(wave)
         for moves in (part.receives, part.local):
             self._begin(moves)
         if len(part.local):
-            self._pull(part.local, self.rank, self.old)
+            self._pull(wave, self.rank, self.old)
             self._count("local", part.local)
         attaching: dict[str, Callable[[Any], list[torch.Tensor]]] = {
-            "shared": shared.attach,
+            "shared": self.reshard.attached,
             "cuda_ipc": partial(ipc.attach, device=self.reshard.device),
         }
         for way, attach in attaching.items():
             for source in dict.fromkeys(part.receives.src.tolist()):
                 if ways[source] == way:
-                    mine = part.receives.take(part.receives.src == source)
                     if source not in self.sources:
                         self.sources[source] = attach(told[source][way])
-                    self._pull(mine, source, self.sources[source])
-                    self._count(way, mine)
+                    self._pull(wave, source, self.sources[source])
+                    self._count(way, part.receives.take(part.receives.src == source))
         for way, device in (("nccl", self.reshard.device), ("gloo", "cpu")):
             if way in ways:
                 # Both sides of a pair choose alike, so that a message has its receiver.
@@ -212,9 +238,8 @@ class _Work:
         buffer = self.after.buffers[number]
         return self.allocate(buffer.numel, getattr(torch, buffer.dtype))
 
-    def _pull(self, moves: Moves, source: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        assert self.after is not None
-        for copy in copies(moves, self.plan.src.of(source).pieces, self.after.pieces):
+    def _pull(self, wave: int, source: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        for copy in self.reshard.copies_from(wave, source):
             have, get = tensors[copy.source], self.new[copy.target]
             assert have is not None
             assert get is not None
