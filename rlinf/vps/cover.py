@@ -5,10 +5,13 @@ A digest alone agrees on the wrong tensor where names collide, and on a half whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf.vps.layout import Layout, Pattern
-from rlinf.vps.space import Kind, LayoutError, Space, few
+from rlinf.vps.space import OPTIMISER, Kind, LayoutError, Space, few
 
 
 def check_cover(layout: Layout, copies: int | None = None) -> None:
@@ -21,17 +24,18 @@ def check_cover(layout: Layout, copies: int | None = None) -> None:
         LayoutError: names the tensor, a box, and the ranks.
     """
     space = layout.space
+    nobody = np.full(len(space.tensors), -1, np.int32)
+    held = {kind: layout.spread.get(kind, nobody) >= 0 for kind in space.kinds}
+    _check_kinds(space, held)
     for kind in space.kinds:
-        spread = layout.spread.get(kind)
-        lacking = [t.name for i, t in enumerate(space.tensors) if spread is None or spread[i] < 0]
-        if lacking:
-            raise LayoutError(f"no rank holds the {kind.name.lower()} of {few(lacking)}")
-        assert spread is not None
+        spread = layout.spread[kind]
         used, first = np.unique(spread, return_index=True)
         for pattern, tensor in zip(used.tolist(), first.tolist(), strict=True):
+            if pattern < 0:
+                continue
             _check(space, tensor, kind, layout.patterns[pattern], copies)
         shapes = np.array([space.shape(i) for i in range(len(space.tensors))])
-        for pattern in used.tolist():
+        for pattern in used[used >= 0].tolist():
             alike = shapes[spread == pattern]
             if (alike != alike[0]).any():
                 odd = int(np.flatnonzero(spread == pattern)[(alike != alike[0]).any(axis=1).argmax()])
@@ -41,6 +45,21 @@ def check_cover(layout: Layout, copies: int | None = None) -> None:
         raise LayoutError(
             f"the layout holds {few(kind.name.lower() for kind in strange)}, which its space does not have"
         )
+
+
+def _check_kinds(space: Space, held: Mapping[Kind, NDArray[np.bool_]]) -> None:
+    """Every tensor is a parameter or a buffer; a parameter that is trained has all states that any other has."""
+    weights = [has for kind, has in held.items() if kind in (Kind.PARAMETER, Kind.BUFFER)]
+    if weights:
+        lost = [space.tensors[at].name for at in np.flatnonzero(~np.logical_or.reduce(weights))]
+        if lost:
+            raise LayoutError(f"no rank holds the parameter of {few(lost)}")
+    optimiser = {kind: held[kind] for kind in OPTIMISER if kind in held}
+    trained = np.logical_or.reduce(list(optimiser.values())) if optimiser else np.zeros(0, bool)
+    for kind, has in optimiser.items():
+        lost = [space.tensors[at].name for at in np.flatnonzero(trained & ~has)]
+        if lost or not has.any():
+            raise LayoutError(f"no rank holds the {kind.name.lower()} of {few(lost or ['any tensor'])}")
 
 
 def _check(space: Space, tensor: int, kind: Kind, pattern: Pattern, copies: int | None) -> None:

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from rlinf.vps.hf import Decoder, Role, Slot, space_of
 from rlinf.vps.layout import DTYPES, Buffer, Ints, Pattern, Pieces, RankLayout
-from rlinf.vps.space import Kind, LayoutError, Space
+from rlinf.vps.space import OPTIMISER, Kind, LayoutError, Space
 
-OPTIMISER = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 

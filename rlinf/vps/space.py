@@ -43,6 +43,9 @@ class Kind(IntEnum):
     BUFFER = 5
 
 
+OPTIMISER = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A logical tensor.

@@ -73,7 +73,7 @@ def test_a_box_outside_of_the_tensor_is_named() -> None:
 def test_missing_and_strange_states_are_named() -> None:
     layout = whole(MANY, [0], 1)
     more = replace(layout, space=Space(MANY.tensors, {Kind.PARAMETER: "", Kind.EXP_AVG: ""}))
-    with pytest.raises(LayoutError, match="no rank holds the exp_avg of w0"):
+    with pytest.raises(LayoutError, match="no rank holds the exp_avg of any tensor"):
         check_cover(more)
     fewer = replace(layout, space=Space(MANY.tensors, {}))
     with pytest.raises(LayoutError, match="holds parameter, which its space does not have"):
@@ -81,3 +81,18 @@ def test_missing_and_strange_states_are_named() -> None:
     lost = layout.ranks[0].pieces
     with pytest.raises(LayoutError, match="no rank holds the parameter of w0"):
         check_cover(replace(layout, ranks=(replace(layout.ranks[0], pieces=lost.take(lost.tensor != 0)),)))
+
+
+def test_a_trained_parameter_without_one_of_its_moments_is_named() -> None:
+    space = Space(MANY.tensors, {Kind.PARAMETER: "", Kind.EXP_AVG: "", Kind.EXP_AVG_SQ: ""})
+    first = whole(MANY, [0], 1).ranks[0].pieces
+    parts = [replace(first, kind=np.full(len(first), int(kind), np.int8)) for kind in space.kinds]
+    full = ExplicitLayout(space, (RankLayout(Pieces.concat(parts), whole(MANY, [0], 1).ranks[0].buffers),), (0,))
+    check_cover(full)
+
+    def having(*parts: Pieces) -> ExplicitLayout:
+        return replace(full, ranks=(replace(full.ranks[0], pieces=Pieces.concat(parts)),))
+
+    check_cover(having(parts[0], *(moments.take(moments.tensor > 1) for moments in parts[1:])))  # two are frozen
+    with pytest.raises(LayoutError, match=f"no rank holds the exp_avg_sq of {MANY.tensors[5].name}"):
+        check_cover(having(*parts[:2], parts[2].take(parts[2].tensor != 5)))
