@@ -79,7 +79,9 @@ def run(copy: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
         np.copyto(_rows(target, copy.size, write, into), _rows(source, copy.size, read, from_))
         return
     reads = source.as_strided(copy.size, from_, source.storage_offset() + read)
-    target.as_strided(copy.size, into, target.storage_offset() + write).copy_(reads, non_blocking=True)
+    # Between GPUs the stream keeps the order. To the host it would not: what is read there must have arrived.
+    between_gpus = source.is_cuda and target.is_cuda
+    target.as_strided(copy.size, into, target.storage_offset() + write).copy_(reads, non_blocking=between_gpus)
 
 
 def _plain(source: torch.Tensor, target: torch.Tensor) -> bool:

@@ -20,6 +20,8 @@ def opened(tensors: Sequence[torch.Tensor]) -> Told:
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
+    if tensors:
+        torch.cuda.synchronize(tensors[0].device)  # others read on streams of their own
     return [reduce_tensor(tensor.detach()) for tensor in tensors]
 
 
