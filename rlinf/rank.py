@@ -68,7 +68,7 @@ class _RayWire:
         if len(away) < len(ranks):
             self._mailbox.put(key, source, item)
         if away:
-            packed = ray.put(_to_wire(item)) if len(away) > 1 else _to_wire(item)
+            packed = ray.put(item) if len(away) > 1 else item
             for rank in away:
                 self._follow(self._peers[group][rank].deliver.remote(key, source, packed))
 
@@ -104,23 +104,6 @@ class _RayWire:
 
         sent, self._sent = self._sent, []
         ray.get(sent)
-
-
-def _to_wire(item: Any) -> Any:
-    """Lists of (name, tensor) leave as numpy arrays, whose memory Ray carries out of band; batches do so themselves."""
-    if isinstance(item, tuple) and isinstance(item[1], list):
-        from rlinf.batch import pack_tensor
-
-        return item[0], [(name, pack_tensor(tensor)) for name, tensor in item[1]]
-    return item
-
-
-def _from_wire(item: Any) -> Any:
-    if isinstance(item, tuple) and isinstance(item[1], list):
-        from rlinf.batch import unpack_tensor
-
-        return item[0], [(name, unpack_tensor(array, dtype, copy=False)) for name, (array, dtype) in item[1]]
-    return item
 
 
 class RankHost:
@@ -263,7 +246,7 @@ class RankHost:
     # Mail: runs beside the program.
 
     def deliver(self, key: tuple[Any, ...], source: int, item: Any) -> None:
-        self._mailbox.put(key, source, _from_wire(item))
+        self._mailbox.put(key, source, item)
 
     def end(self, key: tuple[Any, ...], source: int, sent: int) -> None:
         self._mailbox.close(key, source, sent)

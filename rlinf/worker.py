@@ -4,12 +4,12 @@ A worker is a plain object: it can be made and called in a test without Ray. `rl
 
 Life: ``__init__`` (cheap, keeps the config) -> ``setup`` (builds models, engines, processes) -> stages, in the order
 of its program, with ``onload``/``offload`` where the plan swaps -> ``teardown``. ``state``/``load_state`` are what a
-checkpoint keeps; ``weights``/``receive_weights`` are the two ends of a weight sync.
+checkpoint keeps; ``publish_weights``/``receive_weights`` are the two ends of a weight sync.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from rlinf.m2flow.stage import StageSpec, Unit, stage
 from rlinf.metrics import Recorder
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from rlinf.vps.publication import Publication
 
 __all__ = ["RankContext", "StageSpec", "Unit", "Worker", "stage"]
 
@@ -122,16 +123,24 @@ class Worker:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a tree shaped as `state` gives it; tensors may be the very ones that `state` returned."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) of each parameter, in one order on all ranks; sender of a sync.
+    def publish_weights(self, target: str, inline: bool) -> Publication:
+        """Lay open what this rank has of the weights, under Hugging Face names; sender of a sync.
 
-        A collective over the group's ranks: every rank must exhaust it. Rank 0 gets the tensors; other ranks may get
-        them too, or empty ones.
+        Called when nobody reads any more what was published for this target before.
+
+        Args:
+            target: the group that is going to read it.
+            inline: some reader is on another host, and needs the bytes themselves.
         """
         raise TypeError(f"{type(self).__name__} has no weights to send; flow.sync's first argument must have")
 
-    def receive_weights(self, version: int, chunks: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
-        """Load weights; receiver of a sync. ``chunks`` yields pieces of the full list in order, each read once."""
+    def receive_weights(self, version: int, publications: Sequence[Publication]) -> None:
+        """Take over weights; receiver of a sync.
+
+        Args:
+            version: how many updates of the sender they have seen.
+            publications: of all ranks of the sender, by rank. They may be read until this returns.
+        """
         raise TypeError(f"{type(self).__name__} cannot receive weights; flow.sync's second argument must")
 
     @classmethod

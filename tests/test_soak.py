@@ -30,6 +30,7 @@ from rlinf.m2flow.lease import LeaseServer, Ticket
 from rlinf.rewards import Sample, ScorerPool
 from rlinf.tracking import Samples, Trackers, open_trackers
 from rlinf.tracking.background import Background
+from rlinf.vps.publication import publish
 from rlinf.worker import RankContext, stage
 from rlinf.workers.rollout import Rollout
 from tests.m2flow.test_executor import Numbers, Sink, Source2, Twice, executors_of
@@ -130,11 +131,11 @@ def test_generation_and_weight_syncs(model: Path) -> None:
     )
     worker = Rollout(cfg, RankContext())
     worker.setup()
-    weights = [(name, tensor.clone()) for name, tensor in worker.engine._model.named_parameters()]
+    published, _publisher = publish(dict(worker.engine._model.named_parameters()))
     batch = samples([4, 3], [1, 1])
 
     def step(i: int) -> None:
-        worker.receive_weights(i, iter([weights]))
+        worker.receive_weights(i, [published])
         assert Batch.concat(list(worker.generate(batch.only({"row_id", "prompt_ids"})))).n == 4
         worker.metrics.take()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from rlinf.models.source import resolve
 from rlinf.training.collective import Ranks
 from rlinf.training.runtime import prepare, record
 from rlinf.training.scoring import score_rows
+from rlinf.training.state import named_tensors
 from rlinf.training.trainer import Trainer
-from rlinf.training.weights import check_names, export, full_weights
+from rlinf.training.weights import check_names, export
+from rlinf.vps.publication import Publication, Publisher, shares_of, space_of_tensors
 from rlinf.worker import stage
 from rlinf.workers.trained import TrainedWorker
 
@@ -52,6 +54,7 @@ class Actor(TrainedWorker):
                 f"actor.temperature={self.cfg.temperature}: training needs samples from a distribution, above 0"
             )
         self.version = 0
+        self._publishers: dict[str, Publisher] = {}
         self.ranks = prepare(self.ctx)
         self.source = resolve(self.cfg.model)
         self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
@@ -93,8 +96,14 @@ class Actor(TrainedWorker):
             check = None if parity is None else partial(self._check_parity, parity)
             self.record_step(self.trainer.step(cuts, self._loss_of(batch, parity), self.dummy, before=check))
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return full_weights(self.model.lm)
+    def publish_weights(self, target: str, inline: bool) -> Publication:
+        tensors = named_tensors(self.model.lm)
+        mesh = self.ranks.mesh
+        space = space_of_tensors(tensors)
+        shares = shares_of(space, tensors, self.ctx.rank, self.ctx.world_size, mesh)
+        if target not in self._publishers:
+            self._publishers[target] = Publisher(space, shares)
+        return self._publishers[target].publish(shares, inline=inline)
 
     def export(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory. A collective; rank 0 writes."""

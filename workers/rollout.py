@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from rlinf.errors import ConfigError, DataError, ModelError
 from rlinf.generation import Completion, EngineSpec, Request, build_engine
 from rlinf.models import describe, load_tokenizer, resolve
 from rlinf.seeding import derive
+from rlinf.vps.publication import Publication
 from rlinf.worker import RankContext, Unit, Worker, stage
 
+logger = logging.getLogger("rlinf.rollout")
 DTYPES = ("float32", "bfloat16")
 UNBOUNDED = 1 << 30  # tokens; of a model whose config names no longest sequence
 
@@ -31,6 +34,7 @@ class Rollout(Worker):
         super().__init__(cfg, ctx)
         self.version = 0  # of the weights that the engine has
         self._received: int | None = None  # the last version that a sync brought
+        self._checksums: list[int] = []  # of its bytes, by rank of the sender
 
     def setup(self) -> None:
         model_dir = resolve(self.cfg.model)
@@ -140,16 +144,26 @@ class Rollout(Worker):
             }
         )
 
-    def receive_weights(self, version: int, chunks: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+    def receive_weights(self, version: int, publications: Sequence[Publication]) -> None:
         """Take over all weights, as version ``version``; samples made from now on carry it.
 
         Raises:
-            ModelError: the version does not increase, or the delivery is not exactly the engine's model.
+            ModelError: the version does not increase.
+            LayoutError: the weights are not of the engine's model; it goes on with those that it has.
         """
         if self._received is not None and version <= self._received:
             raise ModelError(f"weight sync brings version {version} after {self._received}; versions must increase")
-        self.engine.load_weights(chunks)
+        self.engine.load_weights(publications)
+        checksums = [publication.checksum for publication in publications]
+        if self._checksums == checksums:
+            logger.warning(
+                "the weights of version %d are, byte for byte, those of version %s: training changed nothing (a "
+                "learning rate of 0, or skipped steps), or did not reach what is published",
+                version,
+                self._received,
+            )
         self.version = self._received = version
+        self._checksums = checksums
 
 
 def engine_spec(cfg: RolloutConfig, ctx: RankContext, model_dir: Path, tokenizer_eos: int) -> EngineSpec:

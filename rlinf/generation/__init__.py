@@ -6,8 +6,9 @@ In reading order:
   registry that new engines join.
 - `hf_engine`: a sampling loop over a transformers model; runs every causal language model that transformers has.
 - `vllm_engine`: vLLM's engine, stepped in this process.
-- `manifest`: which names and shapes a model's weights have, and the check that a sync delivers each exactly once.
-- `weight_transfer`: how chunks of weights reach vLLM's workers; `weight_receiver`: the half that runs there.
+- `checkpoint`: which names and shapes the weights of a model directory have.
+
+New weights come as publications (`rlinf.vps.publication`); `rlinf.vps.vllm` is the half that runs in vLLM's workers.
 """
 
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request, build_engine, register_engine

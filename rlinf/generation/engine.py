@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from rlinf.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
-Chunk = list[tuple[str, "torch.Tensor"]]
+    from rlinf.vps.publication import Publication
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, chunks: Iterable[Chunk]) -> None:
+    def load_weights(self, publications: Sequence[Publication]) -> None:
         """Replace all weights; what was cached of the old ones is dropped.
 
-        The tensors of a chunk are read before the next chunk is asked for, and not after: the sender may reuse
-        their memory. After a failure half of the weights may be new: the engine then refuses to generate.
+        What is published is read until this returns, and not after. A delivery that does not fit changes nothing;
+        after another failure half of the weights may be new, and the engine refuses to generate.
+
+        Args:
+            publications: of all source ranks.
 
         Raises:
-            ModelError: a name is unknown, missing, or comes twice, or a shape is wrong.
+            LayoutError: the source's model is another one: a name is unknown or missing, or a shape is wrong.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ samples run side by side, left-padded and masked by length (never by token: the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from rlinf.errors import ModelError
-from rlinf.generation.engine import Chunk, Completion, Engine, EngineSpec, Request
-from rlinf.generation.manifest import Manifest
+from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
+from rlinf.training.state import named_tensors
+from rlinf.vps.publication import Publication, joined, space_of_tensors
+from rlinf.vps.pull import Pull, whole_layout
+from rlinf.vps.space import same_space
 
 
 class HFEngine(Engine):
@@ -40,6 +43,7 @@ class HFEngine(Engine):
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._eos = torch.tensor(spec.eos_ids, device=self._device)
         self._torn = False
+        self._pull: tuple[str, Pull] | None = None  # and the hash of the source that it is for
 
     @property
     def context_length(self) -> int:
@@ -119,16 +123,17 @@ class HFEngine(Engine):
         run.positions = run.positions + 1
         run.logits = out.logits[:, -1].float()
 
-    def load_weights(self, chunks: Iterable[Chunk]) -> None:
-        state = self._model.state_dict(keep_vars=True)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        # named_parameters gives a shared tensor once; its other names, and buffers, need not be delivered.
-        required = {name for name, _ in self._model.named_parameters()}
+    def load_weights(self, publications: Sequence[Publication]) -> None:
+        source, state = joined(publications), named_tensors(self._model)
+        if self._pull is None or self._pull[0] != source.hash:
+            same_space(source.space, space_of_tensors(state))
+            self._pull = source.hash, Pull(source, whole_layout(source.space, state))
+        pull = self._pull[1]
+        sources = [publication.buffers() for publication in publications]
+        targets = {number: tensor.view(-1) for number, tensor in enumerate(state.values())}
         self._torn = True
-        with torch.no_grad():
-            for chunk in Manifest(shapes, optional=shapes.keys() - required).check(chunks):
-                for name, tensor in chunk:
-                    state[name].copy_(tensor)
+        for tensor in pull.tensors:
+            pull.run(sources, targets, tensor)
         self._torn = False
 
     def sleep(self) -> None:

@@ -1,7 +1,7 @@
 """vLLM's engine, stepped in this process: requests go in, the step loop hands completions out as they finish.
 
-With ``tp=1`` the model lives in this process too, and new weights are handed over as they are; with more, vLLM's own
-worker processes each hold a shard and read new weights from a file in shared memory.
+With ``tp=1`` the model lives in this process too; with more, vLLM's own worker processes each hold a shard. New weights
+are read by each worker from the memory of those who publish them (`rlinf.vps.vllm`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 
 from rlinf.errors import ConfigError, ModelError
-from rlinf.generation import weight_transfer
-from rlinf.generation.engine import Chunk, Completion, Engine, EngineSpec, Request
-from rlinf.generation.manifest import Manifest, checkpoint_shapes
+from rlinf.generation.checkpoint import check_checkpoint
+from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
+from rlinf.vps.layout import ExplicitLayout
+from rlinf.vps.memory import Memory
+from rlinf.vps.publication import Publication, joined
+from rlinf.vps.space import LayoutError, few
 
 # vLLM silently raises a lower temperature to this, and refuses a higher one than that.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
-HEAD = "lm_head.weight"
+# vLLM loads the extension in each of its processes, and by that the weight-transfer engine of this name.
+WEIGHT_TRANSFER, WORKER_EXTENSION = "vps", "rlinf.vps.vllm.WorkerExtension"
 # Samples share whole blocks of their prompt. The default on CPU, 128 tokens, is longer than many a prompt.
 CPU_BLOCK_TOKENS = 32
 
@@ -34,6 +38,8 @@ class VllmEngine(Engine):
         self._on_gpu = not spec.device.startswith("cpu")
         self._torn = False
         self._asleep = False
+        self._agreed: str | None = None  # hash of the source's layout that the workers have planned for
+        self._memories: tuple[Memory | None, ...] = ()
         _set_environment(spec)
 
         from vllm.config import WeightTransferConfig
@@ -52,8 +58,8 @@ class VllmEngine(Engine):
             enforce_eager=spec.enforce_eager,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
-            worker_extension_cls=weight_transfer.EXTENSION,
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            worker_extension_cls=WORKER_EXTENSION,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **self._memory_arguments(),
@@ -61,7 +67,6 @@ class VllmEngine(Engine):
         set_num_threads = torch.set_num_threads
         self._engine: Any = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
         torch.set_num_threads = set_num_threads  # vLLM puts a function in its place that does nothing
-        self._rpc("init_weight_transfer_engine", init_info={})
 
     def _memory_arguments(self) -> dict[str, Any]:
         if self._on_gpu:
@@ -127,26 +132,44 @@ class VllmEngine(Engine):
         with torch.compiler.set_stance("force_eager"):
             return self._engine.step()
 
-    def load_weights(self, chunks: Iterable[Chunk]) -> None:
-        shapes = checkpoint_shapes(self._spec.model_dir)
-        tied = getattr(self._engine.model_config.hf_config, "tie_word_embeddings", False)
+    def load_weights(self, publications: Sequence[Publication]) -> None:
+        if self._spec.tp > 1:  # processes of vLLM's own read from this host's memory alone
+            publications, self._memories = zip(*(publication.here() for publication in publications), strict=True)
         asleep = self._asleep
         if asleep:
             self.wake()
+        self._agree(joined(publications))
         self._torn = True
         self._rpc("start_weight_update")
-        for chunk in Manifest(shapes, optional=[HEAD] if tied else ()).check(chunks):
-            if self._spec.tp == 1:
-                self._rpc("update_weights", update_info={"chunk": chunk})
-            else:
-                with weight_transfer.shared_file(chunk) as path:
-                    self._rpc("update_weights", update_info={"path": str(path)})
+        self._rpc("update_weights", update_info={"publications": publications})
         self._rpc("finish_weight_update")
         if not self._engine.reset_prefix_cache():
             raise ModelError("vLLM kept its prefix cache over a weight sync: requests were still running")
         self._torn = False
         if asleep:
             self.sleep()
+
+    def _agree(self, source: ExplicitLayout) -> None:
+        """Let each worker plan what it takes, once for a source. Nothing is changed.
+
+        Raises:
+            LayoutError: the source's model is another one.
+        """
+        if source.hash == self._agreed:
+            return
+        lacking = check_checkpoint(source.space, self._spec.model_dir)
+        self._agreed = None
+        try:
+            self._rpc("init_weight_transfer_engine", init_info={"source": source})
+        except Exception as error:
+            left = f"; what was published leaves out {few(lacking)}" if lacking else ""
+            raise LayoutError(f"the engine cannot take over these weights: {error}{left}") from error
+        self._agreed = source.hash
+
+    def sync_seconds(self) -> dict[str, float]:
+        """Of the last `load_weights`, in the slowest worker: ``copy`` what was taken, ``load`` vLLM's own part."""
+        found = self._rpc("weight_sync_seconds")
+        return {part: max(seconds[part] for seconds in found) for part in found[0]}
 
     def sleep(self) -> None:
         if self._on_gpu and not self._asleep:

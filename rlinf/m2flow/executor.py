@@ -15,13 +15,12 @@ from rlinf.batch import GROUP, ROW, Batch
 from rlinf.channel.mailbox import Mailbox
 from rlinf.channel.routing import route
 from rlinf.errors import WorkflowError
+from rlinf.host import this_host
 from rlinf.m2flow.compiler import Acquire, Compiled, Pull, ReceiveWeights, Release, Run, SendWeights
 from rlinf.m2flow.graph import Graph, Node, Source
 from rlinf.m2flow.host import Host
 from rlinf.metrics import Metric, Metrics, Reduction
 from rlinf.worker import Worker
-
-CHUNK_BYTES = 128 * 2**20  # of weights in one message
 
 
 class Wire(Protocol):
@@ -168,44 +167,29 @@ class Executor:
     # Weights
 
     def _send_weights(self, target: str, execution: int, version: int) -> None:
+        """Publish, once all readers say that they are there: none of them reads the last publication any more."""
         ctx = self.worker.ctx
         if self._synced.get((ctx.group, target)) == version:
             return
-        key = ("weights", execution, ctx.group, target)
-        every = list(range(self.compiled.layout[target].ranks))
-        chunk: list[tuple[str, Any]] = []
-        size = sent = 0
-        for name, tensor in self.worker.weights():
-            if ctx.rank:
-                continue  # the tensors are gathered by all ranks and sent by the first
-            chunk.append((name, tensor))
-            size += tensor.nbytes
-            if size >= CHUNK_BYTES:
-                self.wire.send(target, every, key, 0, (sent, chunk))
-                chunk, size, sent = [], 0, sent + 1
-        if ctx.rank == 0:
-            self.wire.send(target, every, key, 0, (sent, chunk))
-            self.wire.close(target, every, key, 0, sent + 1)
+        readers = self.compiled.layout[target].ranks
+        hosts = set(self.mailbox.stream(("readers", execution, ctx.group, target), readers))
+        published = self.worker.publish_weights(target, inline=hosts != {this_host()})
+        key, every = ("weights", execution, ctx.group, target), list(range(readers))
+        self.wire.send(target, every, key, ctx.rank, (ctx.rank, published))
+        self.wire.close(target, every, key, ctx.rank, 1)
         self._synced[ctx.group, target] = version
 
     def _receive_weights(self, source: str, execution: int, version: int) -> None:
-        group = self.worker.ctx.group
-        if self._synced.get((source, group)) == version:
+        ctx = self.worker.ctx
+        if self._synced.get((source, ctx.group)) == version:
             return
-        key = ("weights", execution, source, group)
-        self.worker.receive_weights(version, _in_order(self.mailbox.stream(key, 1)))
-        self._synced[source, group] = version
-
-
-def _in_order(numbered: Iterator[tuple[int, list[Any]]]) -> Iterator[list[Any]]:
-    """Chunks by number, whatever the order of their arrival."""
-    early: dict[int, list[Any]] = {}
-    expected = 0
-    for number, chunk in numbered:
-        early[number] = chunk
-        while expected in early:
-            yield early.pop(expected)
-            expected += 1
+        senders = self.compiled.layout[source].ranks
+        every = list(range(senders))
+        self.wire.send(source, every, ("readers", execution, source, ctx.group), ctx.rank, this_host())
+        self.wire.close(source, every, ("readers", execution, source, ctx.group), ctx.rank, 1)
+        by_rank = dict(self.mailbox.stream(("weights", execution, source, ctx.group), senders))
+        self.worker.receive_weights(version, [by_rank[rank] for rank in every])
+        self._synced[source, ctx.group] = version
 
 
 def _complete(node: Node, given: Batch, made: Batch) -> Batch:

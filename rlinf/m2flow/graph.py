@@ -251,7 +251,7 @@ class Workflow:
 
     def sync(self, source: WorkerHandle, target: WorkerHandle) -> None:
         """``target`` gets ``source``'s weights after each update, before it runs again."""
-        for handle, method in ((source, "weights"), (target, "receive_weights")):
+        for handle, method in ((source, "publish_weights"), (target, "receive_weights")):
             if getattr(handle.spec.cls, method) is getattr(Worker, method):
                 raise WorkflowError(f"flow.sync: {handle.spec.cls.__name__} does not define {method}()")
         self._syncs.append(Sync(source.spec.name, target.spec.name))

@@ -46,10 +46,12 @@ class Traced:
 
     Attributes:
         layout: where each element of the space lies in the rank's parameters; one buffer for each parameter.
+        views: how each parameter lies in its buffer.
         aliases: another name of a parameter (a head tied to the embedding) -> its name among the buffers.
     """
 
     layout: RankLayout
+    views: tuple[View, ...]
     aliases: Mapping[str, str]
 
 
@@ -84,7 +86,7 @@ def trace(model: nn.Module, space: Space, aliases: Mapping[str, str] | None = No
         (t, int(Kind.PARAMETER), start, size, b, offset, stride)
         for t, b, (start, size, offset, stride) in record.pieces
     ]
-    return Traced(RankLayout(Pieces.of(rows, space.ndim), buffers), tied)
+    return Traced(RankLayout(Pieces.of(rows, space.ndim), buffers), tuple(record.views), tied)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -105,7 +107,7 @@ class _Record(TorchDispatchMode):
         self.names = list(parameters)
         self.targets = {_storage(p): i for i, p in enumerate(parameters.values())}
         self.sizes = [_elements(p) for p in parameters.values()]
-        self.views = [_view(p) for p in parameters.values()]
+        self.views = [view_of(p) for p in parameters.values()]
         # Some parameters are wider than what is loaded into them, for the sake of a kernel, and say by how much.
         self.loaded = [getattr(p, "weight_loader_numel", None) for p in parameters.values()]
         self.space = space
@@ -127,7 +129,7 @@ class _Record(TorchDispatchMode):
         tensors = [x for x in _flat(args) if isinstance(x, torch.Tensor)]
         target = self.targets.get(_storage(tensors[0])) if tensors else None
         if target is not None and func in FILLS:
-            self.padding.append((target, _view(tensors[0])))
+            self.padding.append((target, view_of(tensors[0])))
             return args[0]
         from_sources = sorted({self._sources[s] for x in tensors if (s := _storage(x)) in self._sources})
         if target is not None and func is aten.copy_.default and from_sources:
@@ -159,9 +161,9 @@ class _Record(TorchDispatchMode):
                 self.again.add(sources[0])
 
     def _note(self, target: int, into: torch.Tensor, source: torch.Tensor, number: int) -> None:
-        shape, put = self.space.tensors[number].shape, _view(into)
+        shape, put = self.space.tensors[number].shape, view_of(into)
         if source.is_meta:
-            read = _view(source).broadcast(put.size)
+            read = view_of(source).broadcast(put.size)
             self.pieces += ((number, target, box) for box in boxes_of_view(shape, read, put))
         else:
             labels = source.expand(put.size).numpy()
@@ -209,7 +211,8 @@ def _elements(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
-def _view(tensor: torch.Tensor) -> View:
+def view_of(tensor: torch.Tensor) -> View:
+    """How a tensor lies in its storage."""
     return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
@@ -229,9 +232,13 @@ def as_loaded(model: nn.Module) -> Iterator[Mapping[str, str]]:
 
     Gives the names of tied parameters, for within they are apart. What kernels work with comes back at the end.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
     tied = tied_names(model)
     layers = list(model.modules())
@@ -240,6 +247,9 @@ def as_loaded(model: nn.Module) -> Iterator[Mapping[str, str]]:
         info.kernel_tensors = get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
         restore_layer_on_meta(layer, info)
+        for tensor in get_layer_tensors(layer).values():
+            if hasattr(tensor, "weight_loader"):  # an earlier reload has left one that waits for a reload
+                tensor.weight_loader = _get_original_loader(tensor)
     try:
         yield tied
     finally:

@@ -47,8 +47,8 @@ class Learner(Worker):
     @stage(reads=("z",), whole=True, updates=True)
     def train(self, batch): pass
 
-    def weights(self):
-        yield "w", torch.ones(3)
+    def publish_weights(self, target, inline):
+        return "w"
 
 
 class Engine(Worker):
@@ -56,9 +56,8 @@ class Engine(Worker):
     def use(self, batch):
         return Batch({"z": torch.ones(batch.n)})
 
-    def receive_weights(self, version, chunks):
-        for chunk in chunks:
-            raise ValueError(f"no room for {chunk[0][0]}")
+    def receive_weights(self, version, publications):
+        raise ValueError(f"no room for {publications[0]}")
 
 
 def flow(cfg):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from rlinf.generation import Completion, Engine, EngineSpec, Request
 from rlinf.models import describe
+from rlinf.vps.publication import Publication, Publisher, Share, space_of_tensors
 
 LONG = 150  # tokens; more than a block of vLLM's prefix cache on CPU
 
@@ -94,11 +94,41 @@ def other(model: Any, seed: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() + 0.05 * torch.randn(p.shape, generator=source) for name, p in model.named_parameters()}
 
 
-def chunked(weights: dict[str, torch.Tensor], size: int = 4) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """In chunks whose memory is overwritten once the next one is asked for, as a sender's staging buffer is."""
-    items = list(weights.items())
-    for start in range(0, len(items), size):
-        chunk = [(name, tensor.clone()) for name, tensor in items[start : start + size]]
-        yield chunk
-        for _, tensor in chunk:
-            tensor.fill_(float("nan"))
+class Source:
+    """Weights, published by ranks that each hold a part of every tensor. The same source can publish again.
+
+    Args:
+        cut: the dimension that tensors are cut along; vectors always along their only one.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0) -> None:
+        self._ranks, self._cut = ranks, cut
+        self._space = space_of_tensors(weights)
+        self._publishers = [Publisher(self._space, shares) for shares in self._shares(weights)]
+
+    def _shares(self, weights: dict[str, torch.Tensor]) -> list[list[Share]]:
+        found: list[list[Share]] = [[] for _ in range(self._ranks)]
+        for name, tensor in weights.items():
+            along = self._cut if tensor.ndim > self._cut else 0
+            first = 0
+            for rank, part in enumerate(tensor.detach().tensor_split(self._ranks, along)):
+                start = tuple(first if dim == along else 0 for dim in range(tensor.ndim))
+                found[rank].append(Share(self._space.index[name], start, part))
+                first += part.shape[along]
+        return found
+
+    def publish(self, weights: dict[str, torch.Tensor], inline: bool = False) -> list[Publication]:
+        shares = self._shares(weights)
+        return [p.publish(own, inline=inline) for p, own in zip(self._publishers, shares, strict=True)]
+
+    def spoil(self) -> None:
+        """Nothing that was published is there any more."""
+        for publisher in self._publishers:
+            publisher.memory.data.fill_(0xFF)  # as floats: not a number
+
+
+def deliver(engine: Engine, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0) -> None:
+    """One sync; what was published is gone as soon as it is over."""
+    source = Source(weights, ranks, cut)
+    engine.load_weights(source.publish(weights))
+    source.spoil()

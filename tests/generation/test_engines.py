@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from rlinf.errors import ConfigError, ModelError
 from rlinf.generation import Engine, build_engine
+from rlinf.vps.space import LayoutError
 from tests.generation import oracle
 
 ENDS = tuple(range(8, 72))  # of 267 about equally likely tokens
@@ -43,7 +45,7 @@ def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Engine]:
 @pytest.fixture
 def restored(engine: Engine, model: Any) -> Iterator[None]:
     yield
-    engine.load_weights(oracle.chunked(dict(model.named_parameters())))
+    oracle.deliver(engine, dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
@@ -128,7 +130,7 @@ def test_after_a_sync_the_new_weights_speak_and_nothing_cached_of_the_old(engine
     given = oracle.requests(samples=1)
     before = oracle.run(engine, given)  # fills the prefix cache
     weights = oracle.other(model, seed=3)
-    engine.load_weights(oracle.chunked(weights))
+    oracle.deliver(engine, weights)
     changed = copy.deepcopy(model)
     changed.load_state_dict(weights, strict=False)
     changed.tie_weights()
@@ -146,9 +148,9 @@ def test_after_a_sync_the_new_weights_speak_and_nothing_cached_of_the_old(engine
 def test_syncs_follow_one_another(engine: Engine, model: Any) -> None:
     given = oracle.requests(samples=1)
     expected = oracle.run(engine, given)
-    for seed in (1, 2):
-        engine.load_weights(oracle.chunked(oracle.other(model, seed), size=1))
-    engine.load_weights(oracle.chunked(dict(model.named_parameters()), size=100))
+    for seed, ranks, cut in ((1, 1, 0), (2, 2, 0), (3, 3, 1)):
+        oracle.deliver(engine, oracle.other(model, seed), ranks, cut)
+    oracle.deliver(engine, dict(model.named_parameters()), ranks=2, cut=1)
     assert [c.tokens for c in oracle.run(engine, given).values()] == [c.tokens for c in expected.values()]
 
 
@@ -189,17 +191,60 @@ def test_sleeping_and_waking_changes_nothing(engine: Engine) -> None:
     assert engine.nbytes() > 0
 
 
-# The last of the module: it leaves the engine useless, as it should.
-def test_a_delivery_that_leaves_a_weight_out_is_refused_and_so_is_the_engine_after_it(
-    engine: Engine, model: Any
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def _left_out(weights: dict[str, torch.Tensor]) -> None:
+    del weights[K_PROJ]
+
+
+def _too_many(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.lora_A"] = torch.zeros(3)
+
+
+def _misshapen(weights: dict[str, torch.Tensor]) -> None:
+    weights[K_PROJ] = weights[K_PROJ][:1]
+
+
+def _integers(weights: dict[str, torch.Tensor]) -> None:
+    weights[K_PROJ] = weights[K_PROJ].to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [(_left_out, K_PROJ), (_too_many, "layers.0.lora_A"), (_misshapen, K_PROJ), (_integers, "int32")],
+)
+def test_weights_of_another_model_are_refused_by_name_and_nothing_has_changed(
+    engine: Engine, model: Any, spoil: Any, named: str
 ) -> None:
-    weights = dict(model.named_parameters())
-    left_out = next(name for name in weights if "layers.1.self_attn.k_proj" in name)
-    del weights[left_out]
-    with pytest.raises(ModelError, match=left_out):
-        engine.load_weights(oracle.chunked(weights))
-    with pytest.raises(ModelError, match="half-way"):
-        oracle.run(engine, oracle.requests(samples=1))
+    given = oracle.requests(samples=1)
+    expected = oracle.run(engine, given)
+    weights = oracle.other(model, seed=5)
+    spoil(weights)
+    with pytest.raises(LayoutError, match=named):
+        oracle.deliver(engine, weights, ranks=2)
+    assert oracle.run(engine, given) == expected
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_source_publishes_again_and_again_in_the_same_memory(engine: Engine, model: Any) -> None:
+    given = oracle.requests(samples=1)
+    first, second = oracle.other(model, seed=3), oracle.other(model, seed=4)
+    source = oracle.Source(first, ranks=2, cut=1)
+    found = []
+    for weights in (first, second, first):
+        engine.load_weights(source.publish(weights))
+        found.append([c.tokens for c in oracle.run(engine, given).values()])
+    assert found[0] == found[2] != found[1]
+
+
+# The last of the module: it leaves the engine useless, as it should.
+def test_an_engine_whose_source_ends_half_way_speaks_no_more(engine: Engine, model: Any) -> None:
+    source = oracle.Source(dict(model.named_parameters()), ranks=2)
+    publications = source.publish(dict(model.named_parameters()))
+    gone = replace(publications[1], handle=replace(publications[1].handle, pid=2**22 + 1))
+    with pytest.raises((LayoutError, RuntimeError), match="has it ended"):
+        engine.load_weights([publications[0], gone])
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_known_ones(model_dir: Path) -> None:

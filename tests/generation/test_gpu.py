@@ -26,11 +26,11 @@ def test_a_sleeping_engine_frees_the_device_and_wakes_with_what_a_sync_brought(n
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] >= awake
-        engine.load_weights(oracle.chunked(oracle.other(oracle.load(directory), seed=3)))
+        oracle.deliver(engine, oracle.other(oracle.load(directory), seed=3))
         engine.wake()
         changed = {key: c.tokens for key, c in oracle.run(engine, oracle.requests(samples=1)).items()}
         assert changed != expected
-        engine.load_weights(oracle.chunked(dict(oracle.load(directory).named_parameters())))
+        oracle.deliver(engine, dict(oracle.load(directory).named_parameters()))
         again = {key: c.tokens for key, c in oracle.run(engine, oracle.requests(samples=1)).items()}
         assert again == expected
     finally:

@@ -1,32 +1,118 @@
-"""vLLM's own worker processes each take their shard of the new weights, out of a file in shared memory."""
+"""vLLM's own worker processes each take their shard out of what the ranks of an actor publish."""
 
 from __future__ import annotations
 
+import pickle
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from rlinf.generation import build_engine
+from rlinf.generation import Engine, build_engine
+from rlinf.models.tiny import byte_tokenizer
+from rlinf.vps.publication import Publication
+from rlinf.vps.space import LayoutError
 from tests.generation import oracle
 
+ACTORS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
 
-@pytest.mark.model  # slow to start, as a real model is: two processes that each import vLLM
-def test_two_shards_take_new_weights_and_no_worker_is_left(tmp_path: Path) -> None:
-    model = oracle.load(oracle.build(tmp_path / "model"))
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    engine = build_engine("vllm", oracle.spec(tmp_path / "model", tp=2, eos_ids=(1,)))
+
+def write_model(directory: Path, seed: int) -> Path:
+    """Six heads, for two ranks of an actor and three of an engine, whose padded vocabulary three ranks can share."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=371,
+        hidden_size=192,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<|eos|>", pad_token="<|eos|>")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def publish(rank: int, work: Path) -> None:
+    """Real actors, of two layouts and two sets of weights; what they publish goes to files, as to another host."""
+    from rlinf.config import ActorConfig, ModelConfig
+    from rlinf.worker import RankContext
+    from rlinf.workers.actor import Actor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=2)
     try:
-        weights = oracle.other(model, seed=3)
-        oracle.run(engine, oracle.requests(samples=1))
-        engine.load_weights(oracle.chunked(weights))
-        model.load_state_dict(weights, strict=False)
-        for request in oracle.requests(samples=1):
-            completion = oracle.run(engine, [request])[request.key]
-            assert list(completion.tokens) == oracle.greedy(model, request.prompt, 12, (1,))
+        for name, layout in ACTORS.items():
+            cfg = ActorConfig(model=ModelConfig(name=name, path=str(work / name)))
+            actor = Actor(cfg, RankContext(rank=rank, world_size=2, **layout))
+            actor.setup()
+            published = actor.publish_weights("rollout", inline=True)
+            away = replace(published, handle=replace(published.handle, host="another"))
+            (work / f"{name}-{rank}.pkl").write_bytes(pickle.dumps(away))
+    except BaseException:
+        (work / f"error-{rank}").write_text(traceback.format_exc())
+        raise
     finally:
-        engine.close()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tensor-parallel")
+    for seed, name in enumerate(("engine", *ACTORS)):
+        write_model(directory / name, seed)
+    mp.spawn(publish, args=(directory,), nprocs=2)
+    return directory
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda tp: f"tp{tp}")
+def engine(request: pytest.FixtureRequest, work: Path) -> Iterator[Engine]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    built = build_engine("vllm", oracle.spec(work / "engine", tp=request.param, eos_ids=(1,)))
+    yield built
+    built.close()
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
     # multiprocessing's tracker of shared memory lives as long as this process.
     assert not [c for c in left if "resource_tracker" not in " ".join(c.cmdline())]
-    assert not list(Path("/dev/shm").glob("rlinf-weights-*"))
+
+
+def publications(work: Path, name: str) -> list[Publication]:
+    return [pickle.loads((work / f"{name}-{rank}.pkl").read_bytes()) for rank in range(2)]
+
+
+def assert_speaks(engine: Engine, model: Any) -> None:
+    for request in oracle.requests(samples=1):
+        completion = oracle.run(engine, [request])[request.key]
+        assert list(completion.tokens) == oracle.greedy(model, request.prompt, 12, (1,))
+
+
+@pytest.mark.model  # slow to start, as a real model is: three processes that each import vLLM
+def test_after_a_sync_from_actors_of_any_layout_an_engine_speaks_as_transformers_with_their_weights(
+    engine: Engine, work: Path
+) -> None:
+    assert_speaks(engine, oracle.load(work / "engine"))
+    for name in ("dp2", "tp2", "dp2"):  # the second time it is another source, the third one that was known
+        engine.load_weights(publications(work, name))
+        assert_speaks(engine, oracle.load(work / name))
+    weights = dict(oracle.load(work / "engine").named_parameters())
+    for _ in range(2):  # the first sync of a source reloads every layer; after it some are written in place
+        oracle.deliver(engine, weights, ranks=2, cut=1)
+        assert_speaks(engine, oracle.load(work / "engine"))
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.gate_up_proj.*leaves out model\.layers\.1\.mlp\.up_proj"):
+        oracle.deliver(engine, weights)
+    assert_speaks(engine, oracle.load(work / "engine"))

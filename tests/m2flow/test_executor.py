@@ -171,10 +171,10 @@ class Source2(Worker):
     def train(self, batch: Batch) -> None:
         self.w += 1
 
-    def weights(self):
+    def publish_weights(self, target, inline):
         self.sent += 1
-        yield "a", self.w
-        yield "b", self.w * 2
+        self.inline = inline
+        return self.ctx.rank, float(self.w[0])
 
 
 class Sink(Worker):
@@ -182,11 +182,10 @@ class Sink(Worker):
         super().__init__(cfg, ctx)
         self.seen: list[tuple[int, float]] = []
 
-    def receive_weights(self, version, chunks) -> None:
+    def receive_weights(self, version, publications) -> None:
         self.version = version
-        got = dict(pair for chunk in chunks for pair in chunk)
-        assert set(got) == {"a", "b"}
-        self.a = float(got["a"][0])
+        assert [rank for rank, _ in publications] == list(range(len(publications)))
+        (self.a,) = {value for _, value in publications}
 
     @stage(reads=("x",), writes=("y",))
     def use(self, batch: Batch) -> Batch:
@@ -203,7 +202,18 @@ def test_generation_sees_the_weights_of_the_last_update_at_any_m_to_n(senders: i
     workers = execute(flow.build(), devices=3, iterations=3)
     for rank in range(receivers):
         assert workers["sink", rank].seen == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert workers["source2", 0].sent == 3
+    for rank in range(senders):
+        assert workers["source2", rank].sent == 3
+        assert not workers["source2", rank].inline
+
+
+def test_the_bytes_themselves_are_sent_where_a_reader_is_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlinf.m2flow.executor.this_host", lambda: threading.current_thread().name)
+    flow = Workflow("w")
+    sink, source = flow.worker(Sink, dp=2), flow.worker(Source2)
+    source.train(sink.use(flow.source(Numbers())))
+    flow.sync(source, sink)
+    assert execute(flow.build(), devices=2)["source2", 0].inline
 
 
 class Late(Source2):

@@ -30,7 +30,7 @@ class Generator(Worker):
     @stage(reads=("prompt",), writes=("response",), unit=Unit.GROUP, expands=True)
     def generate(self, batch: Batch) -> Batch: ...
 
-    def receive_weights(self, version, chunks) -> None: ...
+    def receive_weights(self, version, publications) -> None: ...
 
 
 class Scorer(Worker):
@@ -49,7 +49,7 @@ class Policy(Worker):
     @stage(reads=("response", "rewards"), optional=("opinion",), updates=True, whole=True)
     def train(self, batch: Batch) -> None: ...
 
-    def weights(self): ...
+    def publish_weights(self, target, inline): ...
 
 
 def flow_of_four(name: str = "four") -> Workflow:
@@ -163,7 +163,7 @@ def test_training_inside_evaluation_and_evaluation_feeding_training_are_errors()
 def test_sync_needs_a_sender_and_a_receiver_of_weights() -> None:
     flow = Workflow("w")
     generator, scorer = flow.worker(Generator), flow.worker(Scorer)
-    with pytest.raises(WorkflowError, match=r"Generator does not define weights\(\)"):
+    with pytest.raises(WorkflowError, match=r"Generator does not define publish_weights\(\)"):
         flow.sync(generator, scorer)
 
 

@@ -16,6 +16,7 @@ from rlinf.worker import RankContext
 from rlinf.workers.actor import Actor
 from rlinf.workers.critic import Critic
 from tests.models.small import samples
+from tests.vps.reading import read
 
 PROMPTS = [5, 3, 8, 2, 6, 1, 4]
 RESPONSES = [4, 6, 0, 3, 9, 5, 1]
@@ -100,8 +101,8 @@ def _cases(rank: int, work: Path) -> dict:
         for model in ("llama", "llama-tied", "qwen3"):
             worker = actor(work / model, ctx)
             found[layout, model] = outcome(worker, batch_of(ctx))
-            sent = list(worker.weights())
-            found[layout, model]["sent"] = {name: tensor.clone() for name, tensor in sent}
+            found[layout, model]["sent"] = sent(worker)
+            found[layout, model]["bytes"] = worker.publish_weights("reader", inline=False).handle.nbytes
         worker.export(work / f"export-{layout}")  # the last one: qwen3
         found[layout, "critic"] = outcome(critic(work / "llama", ctx), batch_of(ctx))
         found[layout, "nbytes"] = worker.nbytes()
@@ -146,4 +147,11 @@ def _both_ways(rank: int, work: Path) -> dict:
 
 def outcome_after(worker: Actor, batch) -> dict:
     worker.train(batch)
-    return {name: tensor.clone() for name, tensor in worker.weights()}
+    return sent(worker)
+
+
+def sent(worker: Actor) -> dict[str, torch.Tensor]:
+    """What a reader makes of that which all ranks publish. A collective."""
+    found = read(worker.ranks.gather(worker.publish_weights("reader", inline=False)))
+    worker.ranks.gather(None)  # nobody goes on, and ends, while another reads its memory
+    return found

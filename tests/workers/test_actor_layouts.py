@@ -121,14 +121,23 @@ def test_four_ranks_train_a_critic_as_one_and_take_over_the_checkpoint_of_two(wo
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
-def test_weights_are_sent_whole_under_their_own_names_and_tied_ones_once(layout, work, two_ranks):
+def test_a_reader_gets_the_weights_whole_under_their_own_names_and_tied_ones_once(layout, work, two_ranks):
     for model in MODELS:
         sent = two_ranks[0][layout, model]["sent"]
         reference = AutoModelForCausalLM.from_pretrained(work / model)
-        assert list(sent) == [name for name, _ in reference.named_parameters()]
+        assert list(sent) == sorted(name for name, _ in reference.named_parameters())
         assert ("lm_head.weight" in sent) is (model != "llama-tied")
         assert_same(sent, two_ranks[0][layout, model]["weights"], rtol=0, atol=0)
         assert {n: t.shape for n, t in sent.items()} == {n: p.shape for n, p in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_what_several_ranks_hold_is_published_by_one_of_them_each_its_part(layout, two_ranks):
+    for model in MODELS:
+        whole = sum(tensor.nbytes for tensor in two_ranks[0][layout, model]["sent"].values())
+        published = [found[layout, model]["bytes"] for found in two_ranks]
+        assert sum(published) == whole
+        assert min(published) > whole / 4
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -161,7 +170,7 @@ def test_a_rank_without_rows_takes_part_in_scoring_and_in_training(work, two_ran
     assert row_ids.tolist() == rows["row_id"].tolist()
     torch.testing.assert_close(scored.values, worker.logprobs(rows)["old_logprobs"].values, rtol=1e-4, atol=1e-5)
     worker.train(rows)
-    assert_same(two_ranks[1]["one-sided"], dict(worker.weights()))
+    assert_same(two_ranks[1]["one-sided"], ranks.sent(worker))
 
 
 def test_ranks_agree_that_engine_and_trainer_disagree(two_ranks):

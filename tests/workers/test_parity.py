@@ -12,6 +12,7 @@ from rlinf.worker import RankContext
 from rlinf.workers.actor import Actor
 from rlinf.workers.rollout import Rollout
 from tests.models.small import samples, write_model
+from tests.vps.reading import read
 
 SYNCS = 4
 TEMPERATURE = 0.7
@@ -51,12 +52,12 @@ def test_after_every_sync_both_sides_agree_at_the_temperature_of_the_samples(mod
     actor, rollout = pair(model, lr)
     first = dict(rollout.engine._model.named_parameters())["lm_head.weight"].clone()  # type: ignore[attr-defined]
     for step in range(SYNCS):
-        rollout.receive_weights(actor.version, iter([list(actor.weights())]))
+        rollout.receive_weights(actor.version, [actor.publish_weights("rollout", inline=False)])
         actor.train(generated(rollout, step))
         metrics = actor.metrics.take()
         assert metrics["parity_mean"].value < 1e-5
         assert metrics["parity_max"].value < 1e-4
-    moved = (dict(actor.weights())["lm_head.weight"] - first).abs().max()
+    moved = (read([actor.publish_weights("rollout", inline=False)])["lm_head.weight"] - first).abs().max()
     assert (float(moved) > 0.01) is (lr > 0)
 
 

@@ -17,6 +17,7 @@ from rlinf.errors import ConfigError, DataError, ModelError
 from rlinf.generation import Completion, Request
 from rlinf.models import load_tokenizer, resolve
 from rlinf.seeding import derive
+from rlinf.vps.publication import publish
 from rlinf.worker import RankContext
 from rlinf.workers.rollout import Rollout
 
@@ -212,13 +213,14 @@ def test_samples_carry_the_version_of_the_weights_that_made_them(batch: Batch) -
     made = worker()
     weights = {name: p * 1.5 for name, p in made.engine._model.named_parameters()}  # type: ignore[attr-defined]
     before = joined(made.generate(batch))
-    made.receive_weights(3, iter([list(weights.items())]))
+    published, _publisher = publish(weights)
+    made.receive_weights(3, [published])
     after = joined(made.generate(batch))
     assert set(before["weight_version"].tolist()) == {0}
     assert set(after["weight_version"].tolist()) == {3}
     assert before["response"] != after["response"]
     with pytest.raises(ModelError, match="version 3 after 3"):
-        made.receive_weights(3, iter([list(weights.items())]))
+        made.receive_weights(3, [published])
 
 
 def test_all_end_ids_of_the_generation_config_end_a_response_though_padding_is_one(
@@ -252,10 +254,11 @@ def test_a_real_model_answers_and_takes_new_weights() -> None:
         from tests.generation import oracle
 
         model = oracle.load(resolve(cfg.model))
-        made.receive_weights(1, oracle.chunked({n: p * 0 for n, p in model.named_parameters()}, size=40))
+        source = oracle.Source(dict(model.named_parameters()), ranks=2)
+        made.receive_weights(1, source.publish({n: p * 0 for n, p in model.named_parameters()}))
         silenced = joined(made.generate(asked, temperature=0.0, samples=1))
         assert silenced["response"] != answer["response"]
-        made.receive_weights(2, oracle.chunked(dict(model.named_parameters()), size=40))
+        made.receive_weights(2, source.publish(dict(model.named_parameters())))
         assert joined(made.generate(asked, temperature=0.0, samples=1))["response"] == answer["response"]
     finally:
         made.teardown()

@@ -1,0 +1,200 @@
+"""Weights as their ranks hold them, laid open for others to read.
+
+Each source rank copies its share once into memory that every process of its host can map, and tells where what lies.
+Any number of readers then take what their own layout wants. Between hosts the same bytes travel with the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rlinf.host import this_host
+from rlinf.vps.dtensor import boxes_of, dtype_name
+from rlinf.vps.layout import Buffer, ExplicitLayout, Pieces, RankLayout, dense
+from rlinf.vps.memory import Handle, Memory, read_only
+from rlinf.vps.space import DTYPE_BYTES, Kind, LayoutError, Space, Tensor, same_space
+
+ALIGNED = 64  # bytes; where the buffer of a dtype begins
+
+
+@dataclass(frozen=True)
+class Share:
+    """A box of a tensor, as a rank holds it.
+
+    Attributes:
+        tensor: index into the space's tensors.
+        start: its first coordinate.
+        values: the box itself, on any device, of any strides.
+    """
+
+    tensor: int
+    start: tuple[int, ...]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One rank's share of the weights.
+
+    Attributes:
+        space: of the whole model; the same on every source rank.
+        layout: where in its memory this share lies; a buffer for each dtype.
+        handle: of the memory.
+        checksum: of its bytes, to tell whether they are the same as before.
+        inline: uint8 ``[nbytes]``, the bytes themselves, where a reader is on another host.
+    """
+
+    space: Space
+    layout: RankLayout
+    handle: Handle
+    checksum: int
+    inline: np.ndarray | None = None
+
+    def buffers(self, memory: Memory | None = None) -> list[torch.Tensor]:
+        """The buffers of the layout, flat and not to be written to.
+
+        Args:
+            memory: attached already.
+
+        Raises:
+            LayoutError: the memory cannot be reached from here, or holds other bytes than were published.
+        """
+        if self.handle.host != this_host() and self.inline is not None:
+            data = read_only(self.inline)
+        else:
+            data = (memory or Memory.attach(self.handle)).data
+        return _buffers(data, self.layout.buffers)
+
+    def here(self) -> tuple[Publication, Memory | None]:
+        """The same in memory of this host, for readers that the bytes do not reach by message; keep the memory."""
+        if self.handle.host == this_host():
+            return replace(self, inline=None), None
+        if self.inline is None:
+            raise LayoutError("weights of another host came without their bytes")
+        memory = Memory.create(self.handle.nbytes)
+        memory.data.copy_(read_only(self.inline))
+        return replace(self, handle=memory.handle, inline=None), memory
+
+
+def space_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Space:
+    """Names, global shapes and dtypes of plain tensors and DTensors."""
+    return Space(tuple(Tensor(name, tuple(t.shape), dtype_name(t)) for name, t in tensors.items()))
+
+
+def shares_of(
+    space: Space, tensors: Mapping[str, torch.Tensor], rank: int = 0, world: int = 1, mesh: DeviceMesh | None = None
+) -> list[Share]:
+    """What a rank publishes of live tensors, as views of them.
+
+    Of ranks that hold the same box one publishes it; the boxes are dealt evenly to those who could.
+
+    Args:
+        tensors: plain, or DTensors on ``mesh`` or a part of it.
+        rank, world: of the source's process group.
+
+    Raises:
+        LayoutError: a DTensor is a partial sum, or on a mesh that is no part of ``mesh``.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        boxes = boxes_of(tensor, world, mesh)
+        start, size = boxes[rank]
+        holders = sorted(holder for holder, box in boxes.items() if box == (start, size))
+        number = space.index[name]
+        if holders[number % len(holders)] == rank and 0 not in size:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found.append(Share(number, start, local.detach()))
+    return found
+
+
+class Publisher:
+    """Publishes a rank's share again and again, in one memory.
+
+    Attributes:
+        layout: what the share is, and where it lies in the memory.
+        memory: it is gone with this object, but for those who have attached it.
+    """
+
+    def __init__(self, space: Space, shares: Sequence[Share]) -> None:
+        self.space = space
+        rows, sizes = [], dict.fromkeys(sorted({dtype_name(share.values) for share in shares}), 0)
+        for share in shares:
+            dtype, shape = dtype_name(share.values), tuple(share.values.shape)
+            at = list(sizes).index(dtype)
+            rows.append((share.tensor, int(Kind.PARAMETER), share.start, shape, at, sizes[dtype], dense(shape)))
+            sizes[dtype] += share.values.numel()
+        buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
+        self.layout = RankLayout(Pieces.of(rows, space.ndim), buffers)
+        self.memory = Memory.create(_starts(buffers)[-1])
+        flat = dict(zip(sizes, _buffers(self.memory.data, buffers), strict=True))
+        self._into = [
+            flat[dtype_name(share.values)][row[5] : row[5] + share.values.numel()].view(share.values.shape)
+            for share, row in zip(shares, rows, strict=True)
+        ]
+
+    @torch.no_grad()
+    def publish(self, shares: Sequence[Share], *, inline: bool = False) -> Publication:
+        """Copy the shares, which are those of the start with the values of now.
+
+        Whoever reads the last publication must be done: its bytes are overwritten.
+        """
+        for into, share in zip(self._into, shares, strict=True):
+            into.copy_(share.values)
+        data = self.memory.data
+        return Publication(
+            self.space, self.layout, self.memory.handle, checksum(data), data.numpy() if inline else None
+        )
+
+
+def publish(tensors: Mapping[str, torch.Tensor]) -> tuple[Publication, Publisher]:
+    """Publish whole tensors. Keep the publisher for as long as somebody reads."""
+    space = space_of_tensors(tensors)
+    shares = shares_of(space, tensors)
+    publisher = Publisher(space, shares)
+    return publisher.publish(shares), publisher
+
+
+def joined(publications: Sequence[Publication]) -> ExplicitLayout:
+    """The layout of all source ranks together.
+
+    Raises:
+        LayoutError: they do not speak of one model.
+    """
+    first = publications[0].space
+    for other in publications[1:]:
+        if other.space.hash != first.hash:
+            same_space(first, other.space)
+            raise LayoutError("source ranks hold a tensor in different dtypes")
+    hosts = sorted({p.handle.host for p in publications})
+    return ExplicitLayout(
+        first, tuple(p.layout for p in publications), tuple(hosts.index(p.handle.host) for p in publications)
+    )
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Sum of the 64-bit words of uint8 ``[n]``, modulo 2**64: an answer to "did anything change", no more."""
+    whole = len(data) // 8 * 8
+    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
+
+
+def _starts(buffers: Sequence[Buffer]) -> list[int]:
+    """Where each buffer begins, in bytes, and where all end."""
+    starts = [0]
+    for buffer in buffers:
+        end = starts[-1] + buffer.numel * DTYPE_BYTES[buffer.dtype]
+        starts.append(-(-end // ALIGNED) * ALIGNED)
+    return starts
+
+
+def _buffers(data: torch.Tensor, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    found = []
+    for buffer, start in zip(buffers, _starts(buffers), strict=False):
+        dtype = getattr(torch, buffer.dtype)
+        found.append(data[start : start + buffer.nbytes].view(dtype))
+    return found
