@@ -41,15 +41,12 @@ def overlap(src: Pattern, dst: Pattern) -> Overlaps:
     """
     boxes, which = _distinct(src.start, src.size)
     wanted, whose = _distinct(dst.start, dst.size)
+    if _overlapping(boxes):  # cut them where any of them begins or ends; else one could hide a hole behind another
+        src, boxes, which = _cut(src)
     start, size, box, want = _intersect(boxes, wanted)
     got = np.zeros(len(wanted[0]), np.int64)
     np.add.at(got, want, size.prod(axis=1))
     asked = wanted[1].prod(axis=1)
-    if (got > asked).any():  # boxes of the source overlap one another: cut them where any of them ends
-        src, boxes, which = _cut(src)
-        start, size, box, want = _intersect(boxes, wanted)
-        got = np.zeros(len(wanted[0]), np.int64)
-        np.add.at(got, want, size.prod(axis=1))
     if (got < asked).any():
         hole = int(np.flatnonzero(got < asked)[0])
         ranks = dst.rank[whose == hole]
@@ -116,15 +113,12 @@ def _intersect(boxes: tuple[Ints, Ints], wanted: tuple[Ints, Ints]) -> tuple[Int
 
 def disjoint(pattern: Pattern) -> Pattern:
     """The same with boxes that are equal or disjoint."""
-    (_, size), _ = _distinct(pattern.start, pattern.size)
-    if not len(pattern):
-        return pattern
-    low, high = pattern.start.min(axis=0), (pattern.start + pattern.size).max(axis=0)
-    if int(size.prod(axis=1).sum()) <= int((high - low).prod()):
-        boxes = _distinct(pattern.start, pattern.size)[0]
-        if len(_intersect(boxes, boxes)[2]) == len(size):  # each box meets itself alone
-            return pattern
-    return _cut(pattern)[0]
+    return _cut(pattern)[0] if _overlapping(_distinct(pattern.start, pattern.size)[0]) else pattern
+
+
+def _overlapping(boxes: tuple[Ints, Ints]) -> bool:
+    """Whether any of these boxes, which all differ, meets another."""
+    return len(boxes[0]) > 0 and len(_intersect(boxes, boxes)[2]) > len(boxes[0])
 
 
 def _cut(src: Pattern) -> tuple[Pattern, tuple[Ints, Ints], Ints]:

@@ -211,7 +211,7 @@ class ExplicitLayout:
         patterns: list[Pattern] = []
         spread = {Kind(kind): np.full(len(self.space.tensors), -1, np.int32) for kind in np.unique(every.kind)}
         ndim = self.space.ndim
-        for at, table in zip(states.tolist(), np.split(rows[:, 1:], first[1:]), strict=True):
+        for at, table in zip(states.tolist(), np.split(rows[:, 1:], first[1:])[: len(states)], strict=True):
             key = table.tobytes()
             if key not in found:
                 found[key] = len(patterns)

@@ -284,8 +284,9 @@ def _balanced(
     Returns:
         first, count, source, and the turn of each box among those of its block.
     """
-    same = np.stack([found.box, count, source[first]], 1)  # sets of nearest holders that are alike
-    group = np.unique(same, axis=0, return_inverse=True)[1].reshape(-1)
+    # Sets of nearest holders that are alike have one box, one count and one first holder: as one number each.
+    same = (found.box * (int(count.max(initial=0)) + 1) + count) * (int(source.max(initial=0)) + 1) + source[first]
+    group = np.unique(same, return_inverse=True)[1].reshape(-1)
     size = np.bincount(group)[group]
     order = np.argsort(group, kind="stable")
     place = np.empty(len(group), np.int64)

@@ -168,3 +168,34 @@ def test_moves_of_another_layout_are_refused() -> None:
     made = plan(whole(MANY, [0], 2), whole(MANY, [1], 2))
     with pytest.raises(LayoutError, match="is not held by the rank"):
         locate(Pieces.empty(2), made.part(0).sends)
+
+
+def of_ranges(numel: int, *ranks: list[tuple[int, int]]) -> ExplicitLayout:
+    """A tensor of one dimension, of which each rank holds some ranges ``[low, high)``, one after the other."""
+    space, held = Space((Tensor("w", (numel,)),)), []
+    for ranges in ranks:
+        ends = np.cumsum([0, *(high - low for low, high in ranges)]).tolist()
+        rows = [(0, P, [low], [high - low], 0, at, (1,)) for (low, high), at in zip(ranges, ends, strict=False)]
+        held.append(RankLayout(Pieces.of(rows, 1), (Buffer("w", ends[-1], "float32"),)))
+    return ExplicitLayout(space, tuple(held), (0,) * len(ranks))
+
+
+def test_a_hole_is_seen_where_boxes_that_overlap_hold_as_many_elements_as_are_wanted() -> None:
+    src, dst = of_ranges(6, [(0, 4)], [(2, 4)], []), of_ranges(6, [], [], [(0, 6)])
+    with pytest.raises(LayoutError, match=r"w \(parameter\): .*wanted by rank 2, has a hole: .* hold 4 of its 6"):
+        plan(src, dst)
+
+
+ranges = st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda r: r[0] < r[1])
+
+
+@given(st.lists(st.lists(ranges, max_size=2), min_size=1, max_size=4), st.lists(ranges, min_size=1, max_size=2))
+@settings(max_examples=200, deadline=None)
+def test_any_ranges_that_may_overlap_are_carried_or_their_hole_is_named(held, wanted) -> None:
+    src, dst = of_ranges(6, *held), of_ranges(6, *[[] for _ in held], wanted)
+    have = {i for ranges in held for low, high in ranges for i in range(low, high)}
+    if have >= {i for low, high in wanted for i in range(low, high)}:
+        assert same(carry(plan(src, dst)), buffers(dst, True))
+    else:
+        with pytest.raises(LayoutError, match="has a hole|does not hold"):
+            plan(src, dst)
