@@ -109,6 +109,9 @@ class Source:
     def _shares(self, weights: dict[str, torch.Tensor]) -> list[list[Share]]:
         found: list[list[Share]] = [[] for _ in range(self._ranks)]
         for name, tensor in weights.items():
+            if not tensor.ndim:
+                found[0].append(Share(self._space.index[name], (), tensor.detach()))
+                continue
             along = self._cut if tensor.ndim > self._cut else 0
             first = 0
             for rank, part in enumerate(tensor.detach().tensor_split(self._ranks, along)):

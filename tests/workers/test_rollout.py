@@ -20,6 +20,7 @@ from rlinf.seeding import derive
 from rlinf.vps.publication import publish
 from rlinf.worker import RankContext
 from rlinf.workers.rollout import Rollout
+from tests.generation import oracle
 
 ROWS = [5, 2, 9]
 
@@ -223,6 +224,17 @@ def test_samples_carry_the_version_of_the_weights_that_made_them(batch: Batch) -
         made.receive_weights(3, [published])
 
 
+def test_a_sync_that_brings_the_same_bytes_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    made = worker()
+    weights = dict(made.engine._model.named_parameters())  # type: ignore[attr-defined]
+    source = oracle.Source(weights)
+    made.receive_weights(1, source.publish(weights))
+    made.receive_weights(2, source.publish({name: p * 1.5 for name, p in weights.items()}))
+    assert not caplog.records
+    made.receive_weights(3, source.publish(weights))
+    assert "version 3 are, byte for byte, those of version 2" in caplog.text
+
+
 def test_all_end_ids_of_the_generation_config_end_a_response_though_padding_is_one(
     tmp_path: Path, batch: Batch
 ) -> None:
@@ -251,8 +263,6 @@ def test_a_real_model_answers_and_takes_new_weights() -> None:
         answer = joined(made.generate(asked, temperature=0.0, samples=1))
         assert "5" in answer["response"][0]
         assert answer["response_ids"].values[-1] == made.tokenizer.eos_token_id  # which is its pad token too
-        from tests.generation import oracle
-
         model = oracle.load(resolve(cfg.model))
         source = oracle.Source(dict(model.named_parameters()), ranks=2)
         made.receive_weights(1, source.publish({n: p * 0 for n, p in model.named_parameters()}))
