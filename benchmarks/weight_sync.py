@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,22 +26,27 @@ from rlinf.generation.vllm_engine import VllmEngine
 from rlinf.models import describe, resolve
 from rlinf.vps.publication import Publisher, Share, space_of_tensors
 
-LAYOUTS = {"one rank": (1, 0), "two, data-parallel": (2, 0), "two, columns": (2, 1)}
+LAYOUTS = ("one rank", "dp=2", "tp=2")
 PARTS = ("publish", "take", "load", "rest", "whole", "memcpy")
 
 
 class Source:
-    """Ranks that each hold a part of every tensor, as FSDP (along 0) and tensor parallelism (along 1, too) cut them."""
+    """The ranks of an actor, each with the share that FSDP or the tensor-parallel plan of the model gives it."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], ranks: int, along: int) -> None:
-        space = space_of_tensors(weights)
+    def __init__(self, weights: Mapping[str, torch.Tensor], layout: str) -> None:
+        space, ranks = space_of_tensors(weights), 1 if layout == "one rank" else 2
         self.shares: list[list[Share]] = [[] for _ in range(ranks)]
         for name, tensor in weights.items():
-            dim, first = min(along, tensor.ndim - 1), 0
-            for own, part in zip(self.shares, tensor.tensor_split(ranks, dim), strict=True):
-                start = tuple(first if d == dim else 0 for d in range(tensor.ndim))
-                own.append(Share(space.index[name], start, part.contiguous()))
-                first += part.shape[dim]
+            number = space.index[name]
+            if layout == "tp=2" and "proj" not in name:  # embedding and norms are on both, and published by one
+                self.shares[number % 2].append(Share(number, (0,) * tensor.ndim, tensor))
+                continue
+            along = int(layout == "tp=2" and ("o_proj" in name or "down_proj" in name))
+            first = 0
+            for own, part in zip(self.shares, tensor.tensor_split(ranks, along), strict=True):
+                start = tuple(first if dim == along else 0 for dim in range(tensor.ndim))
+                own.append(Share(number, start, part.contiguous()))
+                first += part.shape[along]
         self.publishers = [Publisher(space, own) for own in self.shares]
 
 
@@ -70,19 +75,21 @@ def memcpy(of: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(engine: VllmEngine, weights: Mapping[str, torch.Tensor], repeats: int, check: Callable[[], None]) -> dict:
+Rows = dict[str, list[dict[str, float]]]
+
+
+def measure(engine: VllmEngine, weights: Mapping[str, torch.Tensor], repeats: int) -> Rows:
     """Rows of seconds by layout; layouts take turns, so that a slow moment of the machine meets all of them."""
-    sources = {name: Source(weights, *layout) for name, layout in LAYOUTS.items()}
+    sources = {layout: Source(weights, layout) for layout in LAYOUTS}
     copies = [tensor.clone() for tensor in weights.values()]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in LAYOUTS}
+    found: Rows = {layout: [] for layout in LAYOUTS}
     for _ in range(repeats):
         for name, source in sources.items():
-            for warm in (True, False):  # an engine that changes its source plans anew, and learns; that happens once
-                row = one_sync(engine, source)
-                row["memcpy"] = memcpy(list(weights.values()), copies)
-                if not warm:
-                    found[name].append(row)
-    check()
+            one_sync(engine, source)  # an engine plans, and learns, when its source is new; in a run that happens once
+            before = memcpy(list(weights.values()), copies)
+            row = one_sync(engine, source)
+            row["memcpy"] = (before + memcpy(list(weights.values()), copies)) / 2
+            found[name].append(row)
     return found
 
 
@@ -100,7 +107,7 @@ def main() -> None:
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     engine = VllmEngine(EngineSpec(directory, info.eos_ids, info.max_positions, kv_cache_bytes=1 << 26, max_num_seqs=4))
     try:
-        found = measure(engine, weights, args.repeats, lambda: None)
+        found = measure(engine, weights, args.repeats)
     finally:
         engine.close()
     table = Table(title=f"{nbytes / 1e6:.0f} MB, {args.repeats} rounds: median seconds (lowest to highest)")

@@ -34,6 +34,7 @@ class Way:
     """How one worker takes over what one source publishes.
 
     Attributes:
+        in_place: parameters that are written where they lie; at first none.
         reloaded: the layers that are loaded anew; at first all.
         groups: what is loaded into them, in this order.
     """
@@ -56,7 +57,7 @@ class Way:
         self._owners = _owners(model)
         self._dtypes = [getattr(torch, DTYPES[code]) for code in source.dtypes(Kind.PARAMETER)]
         self._all = Pull(source, traced.layout)  # finds out here and now what does not fit
-        self._in_place: frozenset[str] = frozenset()
+        self.in_place: frozenset[str] = frozenset()
         self._seen = False
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._last: Group | None = None
@@ -64,19 +65,19 @@ class Way:
 
     def _split(self) -> None:
         pieces = self._traced.layout.pieces
-        written = np.array([name in self._in_place for name in self._names], bool)[pieces.buffer]
+        written = np.array([name in self.in_place for name in self._names], bool)[pieces.buffer]
         self._written = Pull(self._source, RankLayout(pieces.take(written), self._traced.layout.buffers))
         rest = pieces.take(~written)
         self._staged = Pull(self._source, _as_tensors(rest, self._source))
         self.groups = _groups(rest, self._names)
         self.reloaded = self._model
-        if self._in_place:
-            kept = {id(layer) for name in self._in_place for layer in self._owners[name]}
+        if self.in_place:
+            kept = {id(layer) for name in self.in_place for layer in self._owners[name]}
             self.reloaded = _Layers([layer for layer in self._model.modules() if id(layer) not in kept])
 
     def write(self, sources: Sources) -> None:
         """Write the parameters that lie in memory as the loader fills them."""
-        targets = {i: _flat(self._parameter(name)) for i, name in enumerate(self._names) if name in self._in_place}
+        targets = {i: _flat(self._parameter(name)) for i, name in enumerate(self._names) if name in self.in_place}
         for tensor in self._written.tensors:
             self._written.run(sources, targets, tensor)
 
@@ -105,12 +106,12 @@ class Way:
         After the first one, also see which parameters need no reload from now on.
         """
         shared = {name for name, owners in self._owners.items() if len(owners) > 1}
-        for name in sorted(self._in_place if self._seen else shared):
+        for name in sorted(self.in_place if self._seen else shared):
             for layer in self._owners[name]:
                 _process(layer)
         if not self._seen:
             self._seen = True
-            self._in_place = self._as_loaded(sources)
+            self.in_place = self._as_loaded(sources)
             self._split()
 
     def _as_loaded(self, sources: Sources) -> frozenset[str]:

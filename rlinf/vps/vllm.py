@@ -89,9 +89,8 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
                 cast(Any, self.model).load_weights(iter(weights))
 
     def _attach(self, publications: Sequence[Publication]) -> list[list[torch.Tensor]]:
-        for handle in (p.handle for p in publications if p.handle.host == this_host()):
-            if handle not in self._memories:
-                self._memories[handle] = Memory.attach(handle)
+        handles = [p.handle for p in publications if p.handle.host == this_host()]
+        self._memories = {handle: self._memories.get(handle) or Memory.attach(handle) for handle in handles}
         return [p.buffers(self._memories.get(p.handle)) for p in publications]
 
     @contextmanager
@@ -109,6 +108,11 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._way.finish(self._sources)
         self._sources = []
 
+    @property
+    def in_place(self) -> list[str]:
+        """See `Way`."""
+        return sorted(self._way.in_place)
+
     def shutdown(self) -> None:
         """Nothing to release."""
 
@@ -119,6 +123,10 @@ class WorkerExtension:
     def weight_sync_seconds(self) -> dict[str, float]:
         """Of the last sync: ``copy`` what was copied out of the source's memory, ``load`` what vLLM did with it."""
         return cast(Any, self).weight_transfer_engine.seconds
+
+    def weights_in_place(self) -> list[str]:
+        """Parameters that the next sync writes where they lie; none before the first one."""
+        return cast(Any, self).weight_transfer_engine.in_place
 
 
 WeightTransferEngineFactory.register_engine("vps", WeightReader)

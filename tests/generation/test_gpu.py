@@ -31,6 +31,9 @@ def test_a_sleeping_engine_frees_the_device_and_wakes_with_what_a_sync_brought(n
         changed = {key: c.tokens for key, c in oracle.run(engine, oracle.requests(samples=1)).items()}
         assert changed != expected
         oracle.deliver(engine, dict(oracle.load(directory).named_parameters()))
+        if name == "vllm":  # whose kernels on a GPU want a dense model's weights as they were loaded
+            (in_place,) = engine._rpc("weights_in_place")  # type: ignore[attr-defined]
+            assert any("qkv_proj" in parameter for parameter in in_place)
         again = {key: c.tokens for key, c in oracle.run(engine, oracle.requests(samples=1)).items()}
         assert again == expected
     finally:

@@ -112,6 +112,9 @@ def test_after_a_sync_from_actors_of_any_layout_an_engine_speaks_as_transformers
     for _ in range(2):  # the first sync of a source reloads every layer; after it some are written in place
         oracle.deliver(engine, weights, ranks=2, cut=1)
         assert_speaks(engine, oracle.load(work / "engine"))
+    in_place = engine._rpc("weights_in_place")  # type: ignore[attr-defined]
+    assert all("model.embed_tokens.weight" in names and "model.norm.weight" in names for names in in_place)
+    assert not any("proj" in name for names in in_place for name in names)  # which a CPU's kernels repack
     del weights["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.gate_up_proj.*leaves out model\.layers\.1\.mlp\.up_proj"):
         oracle.deliver(engine, weights)
