@@ -7,7 +7,8 @@ In reading order:
 - `geometry`: intersections of boxes.
 - `plan`: which box goes from which rank to which; where it lies on either.
 - `cover`: whether a layout holds its space exactly.
-- `schedule`: rounds of exchanges under a cap on memory, and the certificate.
+- `rounds`: who exchanges with whom, when.
+- `schedule`: rounds under a cap on memory, and the certificate.
 - `permute`: which process takes which rank, so that most stays in place.
 - `explain`: what it costs, as text.
 """

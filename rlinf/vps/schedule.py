@@ -8,55 +8,21 @@ can close a circle. Where memory is short the state goes in waves, and the old o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlinf.vps.layout import WIDTHS, Ints, Layout
-from rlinf.vps.plan import WHOLE, Moves, Plan, Traffic, Wave
+from rlinf.vps.plan import Moves, Plan, Wave
+from rlinf.vps.rounds import Links, Rounds, Speed, busiest, makespan, rounds
 from rlinf.vps.space import LayoutError
 
 CHUNK_BYTES = 256 * 2**20  # of one exchange, where memory allows
 LEAST_CHUNK = 64 * 2**10
-ROUNDS = 128
+MOST_ROUNDS = 4096  # of the busiest rank: a cap on memory may not ask for smaller messages than these need
 MOST_WAVES = 64
-SPLIT = 4  # a box is cut into parts of at most a chunk over this, so that chunks can be even
-
-
-@dataclass(frozen=True)
-class Links:
-    """Bytes a second that a rank can send, and receive at the same time: within a host, and to another."""
-
-    in_host: float = 50e9
-    cross_host: float = 50e9
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Exchanges of one wave, columnar, by round; int32 ``[q]`` but for ``nbytes``, int64.
-
-    Attributes:
-        round: its number; in a round a rank sends once and receives once at most.
-        src, dst: who to whom.
-        chunk: which part of what the pair exchanges, from 0.
-        chunks: how many parts the pair exchanges.
-        nbytes: about how large it is (parts are as even as their boxes allow).
-    """
-
-    round: NDArray[np.int32]
-    src: NDArray[np.int32]
-    dst: NDArray[np.int32]
-    chunk: NDArray[np.int32]
-    chunks: NDArray[np.int32]
-    nbytes: Ints
-
-    def __len__(self) -> int:
-        return len(self.round)
-
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Rounds:
-        return Rounds(*(getattr(self, column.name)[rows] for column in fields(self)))
+SPLIT = 4  # a box is cut into parts of at most a message over this, so that messages can be even
 
 
 @dataclass(frozen=True)
@@ -65,7 +31,7 @@ class Certificate:
 
     Attributes:
         peak_bytes: int64 ``[world]``, of each rank: old and new state that are held at once, and staging.
-        makespan: seconds until the last exchange ends.
+        makespan: seconds until the last exchange ends; a rank goes on when its send and its receive are done.
         bound: seconds that no schedule of this plan can go below: the busiest rank's sends, or receives.
     """
 
@@ -131,13 +97,13 @@ class Schedule:
         self, moves: Moves, peer: NDArray[np.int32], table: Rounds, peers: NDArray[np.int32]
     ) -> dict[int, tuple[int, Moves]]:
         """Round -> (peer, boxes). Boxes are cut and dealt into chunks alike on both sides of a pair."""
-        cut, origin = split(moves, max(1, _nominal(self.chunk_bytes) // SPLIT))
-        whose = peer[origin]
         found: dict[int, tuple[int, Moves]] = {}
         for other in np.unique(peers).tolist():
-            mine = cut.take(np.flatnonzero(whose == other))
             rows = np.flatnonzero(peers == other)
             rows = rows[np.argsort(table.chunk[rows])]
+            mine = moves.take(np.flatnonzero(peer == other))
+            if len(rows) > 1:
+                mine, _ = split(mine, max(1, int(mine.nbytes.sum()) // len(rows) // SPLIT))
             ends = np.cumsum(mine.nbytes)
             middle = ends - mine.nbytes / 2
             edges = np.searchsorted(middle, ends[-1] * np.arange(1, len(rows)) / len(rows))
@@ -166,17 +132,19 @@ def schedule(
         LayoutError: the cap cannot be met; names the smallest that can, and the rank that needs it.
     """
     links = links or Links()
-    count = 1
+    count, speed = 1, Speed(plan, links)
+    everything = plan.traffic().between()
+    least_chunk = max(LEAST_CHUNK, busiest(everything) // MOST_ROUNDS)
     peak = _peak(plan, count)
     if low_memory:
-        while count < MOST_WAVES and (memory_cap is None or int(peak.max()) + 2 * LEAST_CHUNK > memory_cap):
+        while count < MOST_WAVES and (memory_cap is None or int(peak.max()) + 2 * least_chunk > memory_cap):
             count *= 2
             peak = _peak(plan, count)
     if memory_cap is not None:
         room = (memory_cap - int(peak.max())) // 2
-        if room < LEAST_CHUNK:
+        if room < least_chunk:
             rank = int(peak.argmax())
-            least = int(peak.max()) + 2 * LEAST_CHUNK
+            least = int(peak.max()) + 2 * least_chunk
             other = " (low_memory=True needs less, and has no way back)" if not low_memory else ""
             raise LayoutError(
                 f"memory_cap={memory_cap} is too small: rank {rank} must hold {int(peak[rank])} bytes of old and new "
@@ -184,11 +152,11 @@ def schedule(
             )
         chunk_bytes = min(chunk_bytes, room)
     waves = []
-    speed = _Speed(plan, links)
     for number in range(count):
-        traffic = plan.traffic((number, count)).between()
-        waves.append(_rounds(traffic, speed, _nominal(chunk_bytes), plan.world))
-    certificate = Certificate(peak + 2 * chunk_bytes, _makespan(waves, speed, plan.world), _bound(plan, speed))
+        traffic = everything if count == 1 else plan.traffic((number, count)).between()
+        waves.append(rounds(traffic, speed, _nominal(chunk_bytes)))
+    ends, bound = makespan(waves, speed, plan.world), speed.bound(everything)
+    certificate = Certificate(peak + 2 * chunk_bytes, ends, bound)
     return Schedule(plan, tuple(waves), chunk_bytes, low_memory, certificate)
 
 
@@ -220,91 +188,6 @@ def split(moves: Moves, limit: int) -> tuple[Moves, Ints]:
 def _nominal(chunk_bytes: int) -> int:
     """Mean size of messages of which none is larger than ``chunk_bytes``: boxes cannot be dealt exactly."""
     return max(1, chunk_bytes * SPLIT // (SPLIT + 1))
-
-
-@dataclass(frozen=True)
-class _Speed:
-    plan: Plan
-    links: Links
-
-    def seconds(self, src: NDArray[np.int32], dst: NDArray[np.int32], nbytes: Ints) -> NDArray[np.float64]:
-        hosts = self.plan.hosts
-        return nbytes / np.where(hosts[src] == hosts[dst], self.links.in_host, self.links.cross_host)
-
-
-def _rounds(traffic: Traffic, speed: _Speed, chunk: int, world: int) -> Rounds:
-    """Greedy: in each round those pairs come first whose ranks, and who themselves, have most left to do.
-
-    A rank that must get much from one other may not leave that to the end, when another wants the same one.
-    """
-    took = speed.seconds(traffic.src, traffic.dst, traffic.nbytes)
-    load = max((np.bincount(at, traffic.nbytes, world).max() for at in (traffic.src, traffic.dst)), default=0.0)
-    size = max(1, min(chunk, int(load) // ROUNDS + 1)) if len(took) else 1
-    chunks = np.maximum(1, -(-traffic.nbytes // size))
-    each = took / chunks
-    left = chunks.copy()
-    out, into = np.bincount(traffic.src, took, world), np.bincount(traffic.dst, took, world)
-    table: list[Ints] = []
-    number = 0
-    alive = np.arange(len(left))
-    while len(alive):
-        src, dst = traffic.src[alive], traffic.dst[alive]
-        todo = out[src] + into[dst] + left[alive] * each[alive]
-        chosen = alive[_matching(src, dst, np.argsort(-todo, kind="stable"), world)]
-        table.append(np.stack([np.full(len(chosen), number), chosen, chunks[chosen] - left[chosen]], 1))
-        left[chosen] -= 1
-        out[traffic.src[chosen]] -= each[chosen]
-        into[traffic.dst[chosen]] -= each[chosen]
-        alive = alive[left[alive] > 0]
-        number += 1
-    rows = np.concatenate(table) if table else np.empty((0, 3), np.int64)
-    pair = rows[:, 1]
-    part = rows[:, 2]
-    nbytes = traffic.nbytes[pair] * (part + 1) // chunks[pair] - traffic.nbytes[pair] * part // chunks[pair]
-    number_of, of = rows[:, 0].astype(np.int32), chunks[pair].astype(np.int32)
-    return Rounds(number_of, traffic.src[pair], traffic.dst[pair], part.astype(np.int32), of, nbytes)
-
-
-def _matching(src: NDArray[np.int32], dst: NDArray[np.int32], order: Ints, world: int) -> Ints:
-    """Pairs, by preference, such that none shares a source or a destination; no further one fits."""
-    chosen = []
-    first = np.empty(world, np.int64)
-    sends, takes = np.zeros(world, bool), np.zeros(world, bool)
-    while len(order):
-        best = order[_firsts(src[order], first)]  # of each source
-        best = best[_firsts(dst[best], first)]  # of each destination among these
-        chosen.append(best)
-        sends[src[best]] = True
-        takes[dst[best]] = True
-        order = order[~(sends[src[order]] | takes[dst[order]])]
-    return np.concatenate(chosen)
-
-
-def _firsts(keys: NDArray[np.int32], scratch: Ints) -> Ints:
-    """Where each key occurs first, ascending."""
-    where = np.arange(len(keys))
-    scratch[keys[::-1]] = where[::-1]  # the last write counts
-    return np.flatnonzero(scratch[keys] == where)
-
-
-def _makespan(waves: list[Rounds], speed: _Speed, world: int) -> float:
-    """Exchanges begin when both ranks are through with their earlier ones."""
-    out, into = np.zeros(world), np.zeros(world)
-    for table in waves:
-        took = speed.seconds(table.src, table.dst, table.nbytes)
-        begins = np.flatnonzero(np.diff(table.round, prepend=-1))
-        for low, high in pairwise([*begins.tolist(), len(table)]):
-            src, dst = table.src[low:high], table.dst[low:high]
-            end = np.maximum(out[src], into[dst]) + took[low:high]
-            out[src] = end
-            into[dst] = end
-    return float(max(out.max(initial=0.0), into.max(initial=0.0)))
-
-
-def _bound(plan: Plan, speed: _Speed) -> float:
-    traffic = plan.traffic(WHOLE).between()
-    took = speed.seconds(traffic.src, traffic.dst, traffic.nbytes)
-    return float(max((np.bincount(at, took).max(initial=0.0) for at in (traffic.src, traffic.dst)), default=0.0))
 
 
 def _peak(plan: Plan, waves: int) -> Ints:

@@ -123,6 +123,22 @@ def test_messages_are_no_larger_than_promised(made: Schedule) -> None:
                         assert int(moves.nbytes.sum()) <= made.chunk_bytes, widest
 
 
+@given(schedules())
+@settings(max_examples=100, deadline=None)
+def test_messages_are_as_large_as_the_certificate_takes_them_to_be(made: Schedule) -> None:
+    """Up to a quarter, and to the elements that cannot be cut."""
+    for wave, table in enumerate(made.waves):
+        told = {
+            (int(t.round[0]), int(t.src[0]), int(t.dst[0])): t for t in map(table.take, np.arange(len(table))[:, None])
+        }
+        for rank in range(made.plan.world):
+            for step in made.exchanges(rank, wave):
+                if step.to is not None and step.sends is not None:
+                    row = told.pop((step.round, rank, step.to))
+                    assert abs(int(step.sends.nbytes.sum()) - int(row.nbytes[0])) <= row.nbytes[0] / 4 + 2 * 4
+        assert not told
+
+
 def held_at_most(made: Schedule, rank: int) -> int:
     """Bytes of the pieces of a rank, by brute force: state after state is begun and freed as the waves go."""
 
