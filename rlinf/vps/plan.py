@@ -247,14 +247,17 @@ def plan(src: Layout, dst: Layout) -> Plan:
     same_space(src.space, dst.space)
     flows: list[Flow] = []
     hosts = Plan(src, dst, ()).hosts
+    shared: dict[tuple[int, int], tuple[Overlaps, Ints, Ints, NDArray[np.int32], Ints]] = {}
     for rows in alike(src, dst):
         source, target, *widths = rows[0, :4].tolist()
-        try:
-            found = overlap(src.patterns[source], dst.patterns[target])
-        except LayoutError as error:
-            tensor, kind = rows[0, 4:].tolist()
-            raise LayoutError(f"{src.space.tensors[tensor].name} ({Kind(kind).name.lower()}): {error}") from None
-        first, count, ranks, turn = _balanced(found, *nearest(found, hosts))
+        if (source, target) not in shared:
+            try:
+                overlaps = overlap(src.patterns[source], dst.patterns[target])
+            except LayoutError as error:
+                tensor, kind = rows[0, 4:].tolist()
+                raise LayoutError(f"{src.space.tensors[tensor].name} ({Kind(kind).name.lower()}): {error}") from None
+            shared[source, target] = overlaps, *_balanced(overlaps, *nearest(overlaps, hosts))
+        found, first, count, ranks, turn = shared[source, target]
         flow = Flow(
             number=len(flows),
             patterns=(source, target),
@@ -323,9 +326,11 @@ def alike(src: Layout, dst: Layout) -> list[Ints]:
         what = (held[tensors], wanted[tensors], WIDTHS[have], WIDTHS[get], tensors, np.full(len(tensors), int(kind)))
         columns.append(np.stack(what, 1))
     rows = np.concatenate(columns) if columns else np.empty((0, 6), np.int64)
-    rows = rows[np.lexsort(rows.T[::-1])]
-    begins = np.flatnonzero((np.diff(rows[:, :4], axis=0, prepend=-1) != 0).any(axis=1))
-    return np.split(rows, begins[1:]) if len(rows) else []
+    held, wanted, *widths, tensor, kinds = rows.T
+    flow = ((held * len(dst.patterns) + wanted) * 16 + widths[0]) * 16 + widths[1]  # the first four, as one number
+    order = np.lexsort((kinds, tensor, flow))
+    begins = np.flatnonzero(np.diff(flow[order]) != 0) + 1
+    return np.split(rows[order], begins) if len(rows) else []
 
 
 def _check_casts(dst: Layout, kind: Kind, tensors: Ints, have: NDArray[np.int8], get: NDArray[np.int8]) -> None:
