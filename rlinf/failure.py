@@ -23,6 +23,14 @@ _ECHOES = (
 )
 
 
+def interruption(error: BaseException) -> BaseException | None:
+    """The signal behind an error: where one comes while Ray's own code waits, it is the cause of a `SystemError`."""
+    seen: BaseException | None = error
+    while isinstance(seen, SystemError):
+        seen = seen.__cause__ or seen.__context__
+    return seen if seen is not None and seen is not error and not isinstance(seen, Exception) else None
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's failure.

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlinf.cluster import Cluster, Device
 from rlinf.deadline import Deadline
-from rlinf.failure import Failure, RankError, RunFailed
+from rlinf.failure import Failure, RankError, RunFailed, interruption
 from rlinf.rank import MAIL, WATCH, RankHost
 from rlinf.worker import RankContext, Worker
 
@@ -117,6 +117,8 @@ def gather(
             try:
                 results[ref] = ray.get(ref)
             except Exception as error:
+                if (signalled := interruption(error)) is not None:
+                    raise signalled from None
                 failures.append(_failure(error, group, rank))
                 deadline = min(deadline, time.monotonic() + grace_s)
         if failures and not all(failure.echo for failure in failures):

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from rlinf.failure import RunFailed
+    from rlinf.failure import RunFailed, interruption
 
     # Let errors out of Hydra as they are: it would print its own text and hide the cause.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             train(typed(node))
         except BaseException as error:
-            ended.append(error)
+            ended.append(interruption(error) or error)
 
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(job)()

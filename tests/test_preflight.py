@@ -20,7 +20,7 @@ from rlinf.errors import (
     WorkflowError,
 )
 from rlinf.preflight import Ready, preflight
-from rlinf.train import load_graph, main
+from rlinf.train import Terminated, load_graph, main
 
 BASE = ("+workflow=ppo", "model=tiny", "data=digits")
 
@@ -190,6 +190,21 @@ def test_an_error_that_nobody_foresaw_leaves_the_command_as_it_is_and_not_with_e
     monkeypatch.setattr("sys.argv", ["train"])
     with pytest.raises(ZeroDivisionError, match="inside the workflow's function"):  # Python then exits with 1
         main([*BASE, f"output_root={tmp_path}"])
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_signal_has_its_exit_code_also_where_it_comes_while_rays_own_code_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: type[BaseException], code: int, wrapped: bool
+) -> None:
+    def stopped(cfg: object) -> None:
+        if wrapped:  # as CPython does where C code returns a result although a signal handler raised
+            raise SystemError("returned a result with an exception set") from signalled()
+        raise signalled
+
+    monkeypatch.setattr("rlinf.train.train", stopped)
+    monkeypatch.setattr("sys.argv", ["train"])
+    assert main([*BASE, f"output_root={tmp_path}"]) == code
 
 
 def test_the_learning_rate_schedule_spans_the_run(tmp_path: Path) -> None:
