@@ -175,6 +175,10 @@ class Layout(Protocol):
     def dtypes(self, kind: Kind) -> NDArray[np.int8]:
         """Of each tensor's state as it is held here, an index into `DTYPES`; -1 where it is not held. ``[tensors]``."""
 
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of all buffers of each rank, padding and further copies too. int64 ``[world]``."""
+
     def of(self, rank: int) -> RankLayout:
         """What a rank holds.
 
@@ -228,6 +232,10 @@ class ExplicitLayout:
     def spread(self) -> Mapping[Kind, NDArray[np.int32]]:
         return self._grouped[1]
 
+    @property
+    def nbytes(self) -> Ints:
+        return np.array([rank.nbytes for rank in self.ranks], np.int64)
+
     def dtypes(self, kind: Kind) -> NDArray[np.int8]:
         found = np.full(len(self.space.tensors), -1, np.int8)
         where = np.full(len(self.space.tensors), -1, np.int64)
@@ -259,6 +267,23 @@ class ExplicitLayout:
             for column in fields(rank.pieces):
                 digest.update(np.ascontiguousarray(getattr(rank.pieces, column.name)).tobytes())
         return digest.hexdigest()
+
+
+def elements(layout: Layout) -> Ints:
+    """Elements of a tensor of each pattern on each rank: int64 ``[patterns, world]``."""
+    table = np.zeros((len(layout.patterns), layout.world), np.int64)
+    for row, pattern in enumerate(layout.patterns):
+        np.add.at(table[row], pattern.rank, pattern.size.prod(axis=1))
+    return table
+
+
+def bytes_in_boxes(layout: Layout) -> Ints:
+    """Bytes of the boxes of each rank, each counted once: int64 ``[world]``."""
+    width = np.zeros(len(layout.patterns), np.int64)
+    for kind, spread in layout.spread.items():
+        states = np.flatnonzero(spread >= 0)
+        np.add.at(width, spread[states], WIDTHS[layout.dtypes(kind)[states]])
+    return width @ elements(layout)
 
 
 def dense(shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf.vps.hf import Decoder, Role, Slot, space_of
-from rlinf.vps.layout import DTYPES, Buffer, Ints, Pattern, Pieces, RankLayout
+from rlinf.vps.layout import DTYPES, WIDTHS, Buffer, Ints, Pattern, Pieces, RankLayout, bytes_in_boxes, elements
 from rlinf.vps.space import OPTIMISER, Kind, LayoutError, Space
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -172,6 +172,18 @@ class MeshLayout:
     @property
     def spread(self) -> Mapping[Kind, NDArray[np.int32]]:
         return self._tables[1]
+
+    @property
+    def nbytes(self) -> Ints:
+        found, logical = bytes_in_boxes(self), elements(self)
+        physical = np.diff(self.padded_vocab * np.arange(self.mesh.tp + 1) // self.mesh.tp)
+        for kind in self.dtypes_of:
+            for at, slot in () if self.mesh.fsdp or self._flat(kind) else self._vocabulary:
+                for stage in self._stages(slot):
+                    ranks = np.arange(stage * self.mesh.stage, (stage + 1) * self.mesh.stage)
+                    padding = physical[ranks % self.mesh.tp] * slot.shape[1] - logical[self.spread[kind][at], ranks]
+                    found[ranks] += padding * WIDTHS[self.dtypes(kind)[at]]
+        return found
 
     def dtypes(self, kind: Kind) -> NDArray[np.int8]:
         return np.full(len(self._slots), DTYPES.index(self.dtypes_of[kind]), np.int8)

@@ -53,6 +53,12 @@ class Permuted:
     def spread(self) -> Mapping[Kind, NDArray[np.int32]]:
         return self.layout.spread
 
+    @property
+    def nbytes(self) -> Ints:
+        found = np.empty(self.world, np.int64)
+        found[list(self.order)] = self.layout.nbytes
+        return found
+
     def dtypes(self, kind: Kind) -> NDArray[np.int8]:
         return self.layout.dtypes(kind)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf.vps.layout import WIDTHS, Ints, Layout
+from rlinf.vps.layout import Ints, bytes_in_boxes, elements
 from rlinf.vps.plan import Moves, Plan, Wave
 from rlinf.vps.rounds import Links, Rounds, Speed, busiest, makespan, rounds
 from rlinf.vps.space import LayoutError
@@ -135,19 +135,20 @@ def schedule(
     count, speed = 1, Speed(plan, links)
     everything = plan.traffic().between()
     least_chunk = max(LEAST_CHUNK, busiest(everything) // MOST_ROUNDS)
-    peak = _peak(plan, count)
+    best = peak = _peak(plan, count)
     if low_memory:
         while count < MOST_WAVES and (memory_cap is None or int(peak.max()) + 2 * least_chunk > memory_cap):
             count *= 2
             peak = _peak(plan, count)
+            best = min(best, peak, key=lambda bytes_: int(bytes_.max()))  # more waves do not always need less
     if memory_cap is not None:
         room = (memory_cap - int(peak.max())) // 2
         if room < least_chunk:
-            rank = int(peak.argmax())
-            least = int(peak.max()) + 2 * least_chunk
+            rank = int(best.argmax())
+            least = int(best.max()) + 2 * least_chunk
             other = " (low_memory=True needs less, and has no way back)" if not low_memory else ""
             raise LayoutError(
-                f"memory_cap={memory_cap} is too small: rank {rank} must hold {int(peak[rank])} bytes of old and new "
+                f"memory_cap={memory_cap} is too small: rank {rank} must hold {int(best[rank])} bytes of old and new "
                 f"state at once, and two messages; the smallest cap that can be met is {least}{other}"
             )
         chunk_bytes = min(chunk_bytes, room)
@@ -191,13 +192,16 @@ def _nominal(chunk_bytes: int) -> int:
 
 
 def _peak(plan: Plan, waves: int) -> Ints:
-    """Bytes of state that each rank holds at most: the new of the waves so far, the old of those from this one on."""
-    old, new = (_elements(layout, plan.world) for layout in (plan.src, plan.dst))
-    held = np.zeros(plan.world, np.int64)
-    for kind, spread in plan.src.spread.items():
-        states = np.flatnonzero(spread >= 0)
-        np.add.at(bytes_ := np.zeros(len(old), np.int64), spread[states], WIDTHS[plan.src.dtypes(kind)[states]])
-        held += bytes_ @ old
+    """Bytes of state that each rank holds at most: the new of the waves so far, the old of those from this one on.
+
+    What lies in no box (padding, a further copy of a tied tensor) is held all the time.
+    """
+
+    def widened(table: Ints) -> Ints:
+        return np.pad(table, [(0, 0)] * (table.ndim - 1) + [(0, plan.world - table.shape[-1])])
+
+    old, new = (widened(elements(layout)) for layout in (plan.src, plan.dst))
+    held = widened(plan.src.nbytes) + widened(plan.dst.nbytes - bytes_in_boxes(plan.dst))
     peak = held.copy()
     for number in range(waves):
         begun, freed = np.zeros(len(new), np.int64), np.zeros(len(old), np.int64)
@@ -209,11 +213,3 @@ def _peak(plan: Plan, waves: int) -> Ints:
         peak = np.maximum(peak, held)
         held = held - freed @ old
     return peak
-
-
-def _elements(layout: Layout, world: int) -> Ints:
-    """Elements of a tensor of each pattern on each rank: int64 ``[patterns, world]``."""
-    table = np.zeros((len(layout.patterns), world), np.int64)
-    for row, pattern in enumerate(layout.patterns):
-        np.add.at(table[row], pattern.rank, pattern.size.prod(axis=1))
-    return table

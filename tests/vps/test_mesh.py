@@ -131,6 +131,13 @@ def test_from_any_mesh_to_any_other_and_back_is_the_identity(one: Mesh, other: M
     assert same(carry(plan(b, a)), buffers(a, True))
 
 
+@given(meshes())
+@settings(max_examples=20, deadline=None)
+def test_bytes_of_each_rank_are_those_of_its_buffers(mesh: Mesh) -> None:
+    layout = MeshLayout(config(), mesh, STATES, mesh.world + 1)
+    assert layout.nbytes.tolist() == [layout.of(rank).nbytes for rank in range(layout.world)]
+
+
 def test_one_to_many_to_one() -> None:
     single = MeshLayout(config(), Mesh(), STATES, 12)
     many = MeshLayout(config(), Mesh(tp=2, pp=2, dp=3, ep=3, etp=2, zero1=True), STATES)

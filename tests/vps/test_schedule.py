@@ -140,7 +140,7 @@ def test_messages_are_as_large_as_the_certificate_takes_them_to_be(made: Schedul
 
 
 def held_at_most(made: Schedule, rank: int) -> int:
-    """Bytes of the pieces of a rank, by brute force: state after state is begun and freed as the waves go."""
+    """Bytes of a rank, by brute force: state after state is begun and freed as the waves go; gaps in buffers stay."""
 
     def bytes_of(layout, tensor: int, kind: int) -> int:
         if rank >= layout.world:
@@ -154,7 +154,12 @@ def held_at_most(made: Schedule, rank: int) -> int:
         return sum(int(np.prod(box[ndim:])) for box in boxes) * width
 
     states = [(t, int(k)) for k in made.plan.src.space.kinds for t in range(len(made.plan.src.space.tensors))]
-    now = peak = sum(bytes_of(made.plan.src, *state) for state in states)
+    gaps = sum(
+        layout.of(rank).nbytes - sum(bytes_of(layout, *state) for state in states)
+        for layout in (made.plan.src, made.plan.dst)
+        if rank < layout.world
+    )
+    now = peak = gaps + sum(bytes_of(made.plan.src, *state) for state in states)
     for wave in range(len(made.waves)):
         mine = [
             (int(flow.tensor[i]), int(flow.kind[i]))
@@ -198,6 +203,18 @@ def test_low_memory_frees_as_it_goes_and_still_refuses_what_cannot_be(monkeypatc
     assert len(tight.waves) > 1
     with pytest.raises(LayoutError, match="smallest cap that can be met is"):
         schedule(made, memory_cap=size, low_memory=True)
+
+
+@given(schedules(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_cap_that_a_refusal_names_can_be_met_and_none_below_it(made: Schedule, low_memory: bool) -> None:
+    with pytest.raises(LayoutError, match="the smallest cap that can be met is") as refused:
+        schedule(made.plan, memory_cap=1, low_memory=low_memory)
+    least = int(str(refused.value).split("can be met is ")[1].split()[0])
+    found = schedule(made.plan, memory_cap=least, low_memory=low_memory)
+    assert int(found.certificate.peak_bytes.max()) <= least
+    with pytest.raises(LayoutError, match="smallest cap"):
+        schedule(made.plan, memory_cap=least - 1, low_memory=low_memory)
 
 
 def test_one_to_many_is_bound_by_the_sender_and_reaches_the_bound() -> None:
