@@ -113,7 +113,12 @@ def _intersect(boxes: tuple[Ints, Ints], wanted: tuple[Ints, Ints]) -> tuple[Int
 
 def disjoint(pattern: Pattern) -> Pattern:
     """The same with boxes that are equal or disjoint."""
-    return _cut(pattern)[0] if _overlapping(_distinct(pattern.start, pattern.size)[0]) else pattern
+    return _cut(pattern)[0] if overlapping(pattern) else pattern
+
+
+def overlapping(pattern: Pattern) -> bool:
+    """Whether boxes of it meet that are not equal."""
+    return _overlapping(_distinct(pattern.start, pattern.size)[0])
 
 
 def _overlapping(boxes: tuple[Ints, Ints]) -> bool:

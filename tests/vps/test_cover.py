@@ -65,6 +65,15 @@ def test_a_rank_that_is_missing_from_a_mesh_leaves_a_replica_short() -> None:
         check_cover(short)
 
 
+def test_heads_that_are_dealt_unevenly_have_one_owner_at_least() -> None:
+    heads = [(0, [0, 0], [1, 6]), (1, [0, 0], [2, 6]), (2, [1, 0], [1, 6]), (3, [1, 0], [2, 6]), (4, [2, 0], [2, 6])]
+    check_cover(of_boxes(*heads))
+    with pytest.raises(LayoutError, match=r"\[2, 0\] of \[1, 6\] is held by no rank \(a hole\), 1 or more expected"):
+        check_cover(of_boxes(*heads[:3], (3, [3, 0], [1, 6])))
+    with pytest.raises(LayoutError, match=r"is held by ranks 0, 1, 1 expected"):
+        check_cover(of_boxes(*heads), copies=1)
+
+
 def test_a_box_outside_of_the_tensor_is_named() -> None:
     with pytest.raises(LayoutError, match=r"rank 1 holds box from \[2, 0\] of \[3, 6\], outside of shape \[4, 6\]"):
         check_cover(of_boxes((0, [0, 0], [2, 6]), (1, [2, 0], [3, 6])))

@@ -95,8 +95,7 @@ def test_every_coordinate_is_held_by_as_many_ranks_as_is_declared(mesh: Mesh, ti
         name = layout.space.tensors[tensor].name
         expected = np.reshape(declared(mesh, name, Kind(kind), tied), (-1, 1))
         assert (counts == expected).all(), (name, Kind(kind), counts.tolist())
-    if mesh.tp <= 2:  # more ranks than key-value heads: some heads may have more owners than others
-        check_cover(layout)
+    check_cover(layout)
 
 
 @given(meshes())
