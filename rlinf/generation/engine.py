@@ -119,7 +119,8 @@ class Engine(ABC):
             publications: of all source ranks.
 
         Raises:
-            LayoutError: the source's model is another one: a name is unknown or missing, or a shape is wrong.
+            LayoutError: the source's model is another one (a name is unknown or missing, or a shape is wrong), or a
+                rank of it has ended.
         """
 
     @abstractmethod

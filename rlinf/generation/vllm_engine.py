@@ -17,7 +17,6 @@ import torch
 from rlinf.errors import ConfigError, ModelError
 from rlinf.generation.checkpoint import check_checkpoint
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
-from rlinf.vps.layout import ExplicitLayout
 from rlinf.vps.memory import Memory
 from rlinf.vps.publication import Publication, joined
 from rlinf.vps.space import LayoutError, few
@@ -138,10 +137,10 @@ class VllmEngine(Engine):
         asleep = self._asleep
         if asleep:
             self.wake()
-        self._agree(joined(publications))
+        self._prepare(publications)
         self._torn = True
         self._rpc("start_weight_update")
-        self._rpc("update_weights", update_info={"publications": publications})
+        self._rpc("update_weights", update_info={})
         self._rpc("finish_weight_update")
         if not self._engine.reset_prefix_cache():
             raise ModelError("vLLM kept its prefix cache over a weight sync: requests were still running")
@@ -149,21 +148,21 @@ class VllmEngine(Engine):
         if asleep:
             self.sleep()
 
-    def _agree(self, source: ExplicitLayout) -> None:
-        """Let each worker plan what it takes, once for a source. Nothing is changed.
+    def _prepare(self, publications: Sequence[Publication]) -> None:
+        """Let each worker plan what it takes, once for a source, and attach it. Nothing is changed.
 
         Raises:
-            LayoutError: the source's model is another one.
+            LayoutError: the source's model is another one, or a rank of it has ended.
         """
-        if source.hash == self._agreed:
-            return
-        lacking = check_checkpoint(source.space, self._spec.model_dir)
+        source = joined(publications)
+        known, lacking = source.hash == self._agreed, list[str]()
+        if not known:
+            lacking = check_checkpoint(source.space, self._spec.model_dir)
         self._agreed = None
-        try:
-            self._rpc("init_weight_transfer_engine", init_info={"source": source})
-        except Exception as error:
+        wrong = self._rpc("prepare_weights", source=None if known else source, publications=publications)
+        if error := next(filter(None, wrong), None):
             left = f"; what was published leaves out {few(lacking)}" if lacking else ""
-            raise LayoutError(f"the engine cannot take over these weights: {error}{left}") from error
+            raise LayoutError(f"the engine cannot take over these weights: {error}{left}")
         self._agreed = source.hash
 
     def sync_seconds(self) -> dict[str, float]:

@@ -200,6 +200,20 @@ def _process(layer: nn.Module) -> None:
         method.process_weights_after_loading(layer)
 
 
+def forget_packed_experts(model: nn.Module) -> None:
+    """Have vLLM pack experts again when they are reloaded.
+
+    On CPU it packs them for their kernel when it makes the kernel. To a kernel that is there it gives them unpacked,
+    what comes out is wrong, and nothing is said.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase):
+            method.moe_kernel = None
+
+
 def _waits(layer: nn.Module) -> bool:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

@@ -13,6 +13,7 @@ element for element, what the layout says, and hold it still after vLLM's proces
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlinf.errors import RlinfError
 from rlinf.host import this_host
 from rlinf.vps.layout import ExplicitLayout
-from rlinf.vps.memory import Memory
+from rlinf.vps.memory import Handle, Memory
 from rlinf.vps.publication import Publication
-from rlinf.vps.reload import Way
+from rlinf.vps.reload import Way, forget_packed_experts
 from rlinf.vps.trace import as_loaded, trace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,9 +48,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The publications of all source ranks, in the order of the layout."""
-
-    publications: Sequence[Publication]
+    """Nothing: what is read was attached before anything was changed."""
 
 
 class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -64,12 +66,24 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
         with as_loaded(self.model) as tied:
             traced = trace(self.model, init_info.source.space, tied)
         self._way = Way(self.model, traced, init_info.source)
-        self._memories: dict[Any, Memory] = {}
+        self._memories: dict[Handle, Memory] = {}
+
+    def attach(self, publications: Sequence[Publication]) -> None:
+        """Map what all source ranks published, in the order of their layout. From now on their end does no harm.
+
+        Raises:
+            LayoutError: a source rank has ended.
+        """
+        handles = [p.handle for p in publications if p.handle.host == this_host()]
+        self._memories = {handle: self._memories.get(handle) or Memory.attach(handle) for handle in handles}
+        self._sources = [p.buffers(self._memories.get(p.handle)) for p in publications]
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.seconds = {"copy": 0.0, "load": 0.0}
+        if self.device.type == "cpu":
+            forget_packed_experts(self._way.reloaded)
         with torch.device(self.device):
             initialize_layerwise_reload(self._way.reloaded)
 
@@ -79,7 +93,6 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self._sources = self._attach(update_info.publications)
         with self._timed("copy"):
             self._way.write(self._sources)
         for group in self._way.groups:
@@ -87,11 +100,6 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
                 weights = self._way.stage(group, self._sources)
             with self._timed("load"), torch.device(self.device):
                 cast(Any, self.model).load_weights(iter(weights))
-
-    def _attach(self, publications: Sequence[Publication]) -> list[list[torch.Tensor]]:
-        handles = [p.handle for p in publications if p.handle.host == this_host()]
-        self._memories = {handle: self._memories.get(handle) or Memory.attach(handle) for handle in handles}
-        return [p.buffers(self._memories.get(p.handle)) for p in publications]
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -119,6 +127,29 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 class WorkerExtension:
     """vLLM mixes this into its workers, and so imports this module in each of its processes."""
+
+    def prepare_weights(self, source: ExplicitLayout | None, publications: Sequence[Publication]) -> str:
+        """What comes before a sync, and changes no weights.
+
+        Args:
+            source: to be planned for; ``None``: it is that of the last time.
+            publications: of all source ranks.
+
+        Returns:
+            Why there can be no sync; else nothing. An exception would not do: vLLM raises that of one worker, and takes
+            what the others answered for their answers to the next call.
+        """
+        reader = cast(Any, self).weight_transfer_engine
+        try:
+            if source is not None:
+                reader.init_transfer_engine(InitInfo(source))
+            reader.attach(publications)
+        except RlinfError as error:
+            return str(error)
+        except Exception as error:
+            logger.exception("this worker cannot prepare a weight sync")
+            return repr(error)
+        return ""
 
     def weight_sync_seconds(self) -> dict[str, float]:
         """Of the last sync: ``copy`` what was copied out of the source's memory, ``load`` what vLLM did with it."""

@@ -15,6 +15,7 @@ import torch
 
 from rlinf.errors import ConfigError, ModelError
 from rlinf.generation import Engine, build_engine
+from rlinf.vps.pull import Pull
 from rlinf.vps.space import LayoutError
 from tests.generation import oracle
 
@@ -238,13 +239,30 @@ def test_a_source_publishes_again_and_again_in_the_same_memory(engine: Engine, m
     assert found[0] == found[2] != found[1]
 
 
-# The last of the module: it leaves the engine useless, as it should.
-def test_an_engine_whose_source_ends_half_way_speaks_no_more(engine: Engine, model: Any) -> None:
-    source = oracle.Source(dict(model.named_parameters()), ranks=2)
-    publications = source.publish(dict(model.named_parameters()))
+def test_a_source_that_has_ended_leaves_an_engine_with_the_weights_that_it_has(engine: Engine, model: Any) -> None:
+    given = oracle.requests(samples=1)
+    expected = oracle.run(engine, given)
+    source = oracle.Source(weights := oracle.other(model, seed=5), ranks=2)
+    publications = source.publish(weights)
     gone = replace(publications[1], handle=replace(publications[1].handle, pid=2**22 + 1))
-    with pytest.raises((LayoutError, RuntimeError), match="has it ended"):
+    with pytest.raises(LayoutError, match="has it ended"):
         engine.load_weights([publications[0], gone])
+    assert oracle.run(engine, given) == expected
+
+
+# The last that uses the engines: it leaves them useless, as it should.
+def test_an_engine_that_fails_half_way_through_a_sync_speaks_no_more(
+    engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    oracle.deliver(engine, weights := dict(model.named_parameters()), ranks=2)
+    monkeypatch.setattr(Pull, "run", fails)
+    with pytest.raises(MemoryError):
+        oracle.deliver(engine, weights, ranks=2)
+    with pytest.raises(ModelError, match="failed half-way"):
+        oracle.run(engine, oracle.requests(samples=1))
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_known_ones(model_dir: Path) -> None:

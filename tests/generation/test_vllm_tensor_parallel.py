@@ -119,3 +119,5 @@ def test_after_a_sync_from_actors_of_any_layout_an_engine_speaks_as_transformers
     with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.gate_up_proj.*leaves out model\.layers\.1\.mlp\.up_proj"):
         oracle.deliver(engine, weights)
     assert_speaks(engine, oracle.load(work / "engine"))
+    engine.load_weights(publications(work, "tp2"))  # no worker is a call behind
+    assert_speaks(engine, oracle.load(work / "tp2"))
