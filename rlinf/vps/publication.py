@@ -46,14 +46,14 @@ class Publication:
         space: of the whole model; the same on every source rank.
         layout: where in its memory this share lies; a buffer for each dtype.
         handle: of the memory.
-        checksum: of its bytes, to tell whether they are the same as before.
+        changed: whether any value differs from the publication before it in the same memory; true of the first.
         inline: uint8 ``[nbytes]``, the bytes themselves, where a reader is on another host.
     """
 
     space: Space
     layout: RankLayout
     handle: Handle
-    checksum: int
+    changed: bool
     inline: np.ndarray | None = None
 
     def buffers(self, memory: Memory | None = None) -> list[torch.Tensor]:
@@ -132,6 +132,7 @@ class Publisher:
         buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
         self.layout = RankLayout(Pieces.of(rows, space.ndim), buffers)
         self.memory = Memory.create(_starts(buffers)[-1])
+        self._published = False
         flat = dict(zip(sizes, _buffers(self.memory.data, buffers), strict=True))
         self._into = [
             flat[dtype_name(share.values)][row[5] : row[5] + share.values.numel()].view(share.values.shape)
@@ -144,12 +145,17 @@ class Publisher:
 
         Whoever reads the last publication must be done: its bytes are overwritten.
         """
+        changed = not self._published or self._differs(shares)
         for into, share in zip(self._into, shares, strict=True):
             into.copy_(share.values)
+        self._published = True
         data = self.memory.data
-        return Publication(
-            self.space, self.layout, self.memory.handle, checksum(data), data.numpy() if inline else None
-        )
+        return Publication(self.space, self.layout, self.memory.handle, changed, data.numpy() if inline else None)
+
+    def _differs(self, shares: Sequence[Share]) -> bool:
+        """Whether the memory holds other values. Small tensors first: mostly the first one tells."""
+        pairs = sorted(zip(self._into, shares, strict=True), key=lambda pair: pair[0].numel())
+        return any(not torch.equal(into, share.values.to(into.device)) for into, share in pairs)
 
 
 def publish(tensors: Mapping[str, torch.Tensor]) -> tuple[Publication, Publisher]:
@@ -175,12 +181,6 @@ def joined(publications: Sequence[Publication]) -> ExplicitLayout:
     return ExplicitLayout(
         first, tuple(p.layout for p in publications), tuple(hosts.index(p.handle.host) for p in publications)
     )
-
-
-def checksum(data: torch.Tensor) -> int:
-    """Sum of the 64-bit words of uint8 ``[n]``, modulo 2**64: an answer to "did anything change", no more."""
-    whole = len(data) // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
 
 
 def _starts(buffers: Sequence[Buffer]) -> list[int]:

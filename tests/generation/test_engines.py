@@ -15,6 +15,7 @@ import torch
 
 from rlinf.errors import ConfigError, ModelError
 from rlinf.generation import Engine, build_engine
+from rlinf.vps.publication import Publication
 from rlinf.vps.pull import Pull
 from rlinf.vps.space import LayoutError
 from tests.generation import oracle
@@ -227,15 +228,24 @@ def test_weights_of_another_model_are_refused_by_name_and_nothing_has_changed(
     assert oracle.run(engine, given) == expected
 
 
+def elsewhere(publication: Publication) -> Publication:
+    """As it comes from another host."""
+    assert publication.inline is not None
+    handle = replace(publication.handle, host="another")
+    return replace(publication, handle=handle, inline=publication.inline.copy())
+
+
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.usefixtures("restored")
-def test_a_source_publishes_again_and_again_in_the_same_memory(engine: Engine, model: Any) -> None:
+def test_a_source_publishes_again_and_again(engine: Engine, model: Any, away: bool) -> None:
     given = oracle.requests(samples=1)
     first, second = oracle.other(model, seed=3), oracle.other(model, seed=4)
     source = oracle.Source(first, ranks=2, cut=1)
     found = []
     for weights in (first, second, first):
-        engine.load_weights(source.publish(weights))
-        found.append([c.tokens for c in oracle.run(engine, given).values()])
+        published = source.publish(weights, inline=away)
+        engine.load_weights([elsewhere(each) for each in published] if away else published)
+        found.append([(list(c.tokens), list(c.logprobs)) for c in oracle.run(engine, given).values()])
     assert found[0] == found[2] != found[1]
 
 
