@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,7 +48,14 @@ class Source:
                 start = tuple(first if dim == along else 0 for dim in range(tensor.ndim))
                 own.append(Share(number, start, part.contiguous()))
                 first += part.shape[along]
-        self.publishers = [Publisher(space, own) for own in self.shares]
+        told: list[Any] = []
+
+        def gather(value: Any) -> list[Any]:
+            """For ranks that are made one after the other: all are on one host, and have the first one's memory."""
+            told.append(value)
+            return [value] if isinstance(value, str) else [told[1]]
+
+        self.publishers = [Publisher(space, own, rank, gather) for rank, own in enumerate(self.shares)]
 
 
 def one_sync(engine: VllmEngine, source: Source) -> dict[str, float]:

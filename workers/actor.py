@@ -54,7 +54,7 @@ class Actor(TrainedWorker):
                 f"actor.temperature={self.cfg.temperature}: training needs samples from a distribution, above 0"
             )
         self.version = 0
-        self._publishers: dict[str, Publisher] = {}
+        self._publishers: dict[tuple[str, bool], Publisher] = {}
         self.ranks = prepare(self.ctx)
         self.source = resolve(self.cfg.model)
         self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
@@ -101,9 +101,10 @@ class Actor(TrainedWorker):
         mesh = self.ranks.mesh
         space = space_of_tensors(tensors)
         shares = shares_of(space, tensors, self.ctx.rank, self.ctx.world_size, mesh)
-        if target not in self._publishers:
-            self._publishers[target] = Publisher(space, shares)
-        return self._publishers[target].publish(shares, inline=inline)
+        if (target, inline) not in self._publishers:
+            gather = None if inline else self.ranks.gather  # what travels by message is each rank's own
+            self._publishers[target, inline] = Publisher(space, shares, self.ctx.rank, gather)
+        return self._publishers[target, inline].publish(shares, inline=inline)
 
     def export(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory. A collective; rank 0 writes."""

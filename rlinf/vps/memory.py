@@ -40,7 +40,7 @@ class Memory:
 
     Attributes:
         handle: for other processes.
-        data: uint8 ``[nbytes]``; whoever attaches must not write to it.
+        data: uint8 ``[nbytes]``; readers must not write to it.
     """
 
     def __init__(self, handle: Handle, fd: int) -> None:

@@ -6,8 +6,9 @@ Any number of readers then take what their own layout wants. Between hosts the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,27 +117,49 @@ def shares_of(
 class Publisher:
     """Publishes a rank's share again and again, in one memory.
 
+    Ranks of one host can have the memory in common. Each copies its share to where it belongs in the whole tensors, and
+    so a reader that wants whole tensors finds them put together.
+
+    Args:
+        space: of the whole model.
+        shares: of this rank.
+        rank: among the source ranks.
+        gather: gives each source rank what all of them passed, in their order; a collective. Without it, or where they
+            are on several hosts, each rank has a memory of its own.
+
     Attributes:
         layout: what the share is, and where it lies in the memory.
         memory: it is gone with this object, but for those who have attached it.
     """
 
-    def __init__(self, space: Space, shares: Sequence[Share]) -> None:
+    def __init__(
+        self,
+        space: Space,
+        shares: Sequence[Share],
+        rank: int = 0,
+        gather: Callable[[Any], list[Any]] | None = None,
+    ) -> None:
         self.space = space
-        rows, sizes = [], dict.fromkeys(sorted({dtype_name(share.values) for share in shares}), 0)
-        for share in shares:
-            dtype, shape = dtype_name(share.values), tuple(share.values.shape)
-            at = list(sizes).index(dtype)
-            rows.append((share.tensor, int(Kind.PARAMETER), share.start, shape, at, sizes[dtype], dense(shape)))
-            sizes[dtype] += share.values.numel()
-        buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
-        self.layout = RankLayout(Pieces.of(rows, space.ndim), buffers)
-        self.memory = Memory.create(_starts(buffers)[-1])
         self._published = False
-        flat = dict(zip(sizes, _buffers(self.memory.data, buffers), strict=True))
+        common = gather is not None and len(set(gather(this_host()))) == 1
+        places, sizes = _in_whole_tensors(space, shares) if common else _one_after_the_other(shares)
+        buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
+        rows, dtypes = [], list(sizes)
+        for share, (offset, stride) in zip(shares, places, strict=True):
+            shape, at = tuple(share.values.shape), dtypes.index(dtype_name(share.values))
+            rows.append((share.tensor, int(Kind.PARAMETER), share.start, shape, at, offset, stride))
+        self.layout = RankLayout(Pieces.of(rows, space.ndim), buffers)
+        nbytes = _starts(buffers)[-1]
+        if gather is not None and common:
+            made = Memory.create(nbytes) if rank == 0 else None
+            handle = gather(made and made.handle)[0]
+            self.memory = made or Memory.attach(handle)
+        else:
+            self.memory = Memory.create(nbytes)
+        flat = _buffers(self.memory.data, buffers)
         self._into = [
-            flat[dtype_name(share.values)][row[5] : row[5] + share.values.numel()].view(share.values.shape)
-            for share, row in zip(shares, rows, strict=True)
+            flat[at].as_strided(size, stride, int(flat[at].storage_offset()) + offset)
+            for _, _, _, size, at, offset, stride in rows
         ]
 
     @torch.no_grad()
@@ -181,6 +204,31 @@ def joined(publications: Sequence[Publication]) -> ExplicitLayout:
     return ExplicitLayout(
         first, tuple(p.layout for p in publications), tuple(hosts.index(p.handle.host) for p in publications)
     )
+
+
+def _one_after_the_other(shares: Sequence[Share]) -> tuple[list[tuple[int, tuple[int, ...]]], dict[str, int]]:
+    """(offset, strides) of each share in the buffer of its dtype, and the sizes of the buffers by dtype."""
+    places, sizes = [], dict.fromkeys(sorted({dtype_name(share.values) for share in shares}), 0)
+    for share in shares:
+        dtype = dtype_name(share.values)
+        places.append((sizes[dtype], dense(tuple(share.values.shape))))
+        sizes[dtype] += share.values.numel()
+    return places, sizes
+
+
+def _in_whole_tensors(
+    space: Space, shares: Sequence[Share]
+) -> tuple[list[tuple[int, tuple[int, ...]]], dict[str, int]]:
+    """The same, in buffers that hold every tensor of the space whole."""
+    sizes, first = dict.fromkeys(sorted({tensor.dtype for tensor in space.tensors}), 0), []
+    for tensor in space.tensors:
+        first.append(sizes[tensor.dtype])
+        sizes[tensor.dtype] += tensor.numel
+    places = []
+    for share in shares:
+        stride = dense(space.tensors[share.tensor].shape)
+        places.append((first[share.tensor] + sum(i * s for i, s in zip(share.start, stride, strict=True)), stride))
+    return places, sizes
 
 
 def _starts(buffers: Sequence[Buffer]) -> list[int]:

@@ -87,15 +87,15 @@ class Pull:
     def whole(self, sources: Sources, tensor: int, shape: Sequence[int]) -> torch.Tensor | None:
         """The tensor itself, where it need not be copied.
 
-        It lies in rows in one buffer of one rank, at least with all that is wanted; the rest of it may be anything.
+        It lies in rows in one memory, at least with all that is wanted; the rest of it may be anything.
         The reader wants it in rows in a buffer of its own.
         """
-        copies, rows = self._by_tensor.get(tensor, ()), dense(shape)
-        places = {(copy.rank, copy.source, copy.read[0] - copy.write[0]) for copy in copies}
-        if len(places) != 1 or any(copy.read[1] != copy.write[1] for copy in copies):
+        copies, rows = self._by_tensor.get(tensor, []), dense(shape)
+        # Source ranks of a host may have their memory in common.
+        places = {(sources[c.rank][c.source].data_ptr(), c.read[0] - c.write[0]) for c in copies}
+        if len(places) != 1 or any(_differ(copy.size, copy.read[1], copy.write[1]) for copy in copies):
             return None
-        rank, buffer, first = places.pop()
-        source = sources[rank][buffer]
+        source, (_, first) = sources[copies[0].rank][copies[0].source], places.pop()
         if first < 0 or first + prod(shape) > source.numel():
             return None
         return _at(source, tuple(shape), (first, rows))
@@ -114,6 +114,11 @@ def whole_layout(space: Space, tensors: Mapping[str, torch.Tensor]) -> RankLayou
     ]
     buffers = tuple(Buffer(name, t.numel(), dtype_name(t), str(t.device)) for name, t in tensors.items())
     return RankLayout(Pieces.of(rows, space.ndim), buffers)
+
+
+def _differ(size: Sequence[int], read: Sequence[int], write: Sequence[int]) -> bool:
+    """Whether strides differ in a dimension that has any."""
+    return any(n > 1 and a != b for n, a, b in zip(size, read, write, strict=True))
 
 
 def _at(flat: torch.Tensor, size: tuple[int, ...], place: tuple[int, tuple[int, ...]]) -> torch.Tensor:

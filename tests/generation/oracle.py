@@ -99,12 +99,23 @@ class Source:
 
     Args:
         cut: the dimension that tensors are cut along; vectors always along their only one.
+        common: the ranks have one memory together.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0) -> None:
+    def __init__(self, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0, common: bool = False) -> None:
         self._ranks, self._cut = ranks, cut
         self._space = space_of_tensors(weights)
-        self._publishers = [Publisher(self._space, shares) for shares in self._shares(weights)]
+        handles: list[Any] = []
+
+        def gather(value: Any) -> list[Any]:
+            """Of what all ranks pass only a host, and the first one's handle, are asked for."""
+            handles.append(value)
+            return [value] * ranks if isinstance(value, str) else [handles[1]] * ranks
+
+        self._publishers = [
+            Publisher(self._space, shares, rank, gather if common else None)
+            for rank, shares in enumerate(self._shares(weights))
+        ]
 
     def _shares(self, weights: dict[str, torch.Tensor]) -> list[list[Share]]:
         found: list[list[Share]] = [[] for _ in range(self._ranks)]
@@ -130,8 +141,10 @@ class Source:
             publisher.memory.data.fill_(0xFF)  # as floats: not a number
 
 
-def deliver(engine: Engine, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0) -> None:
+def deliver(
+    engine: Engine, weights: dict[str, torch.Tensor], ranks: int = 1, cut: int = 0, common: bool = False
+) -> None:
     """One sync; what was published is gone as soon as it is over."""
-    source = Source(weights, ranks, cut)
+    source = Source(weights, ranks, cut, common)
     engine.load_weights(source.publish(weights))
     source.spoil()

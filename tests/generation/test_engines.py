@@ -150,8 +150,8 @@ def test_after_a_sync_the_new_weights_speak_and_nothing_cached_of_the_old(engine
 def test_syncs_follow_one_another(engine: Engine, model: Any) -> None:
     given = oracle.requests(samples=1)
     expected = oracle.run(engine, given)
-    for seed, ranks, cut in ((1, 1, 0), (2, 2, 0), (3, 3, 1)):
-        oracle.deliver(engine, oracle.other(model, seed), ranks, cut)
+    for seed, ranks, cut, common in ((1, 1, 0, False), (2, 2, 0, False), (3, 3, 1, False), (4, 3, 1, True)):
+        oracle.deliver(engine, oracle.other(model, seed), ranks, cut, common)
     oracle.deliver(engine, dict(model.named_parameters()), ranks=2, cut=1)
     assert [c.tokens for c in oracle.run(engine, given).values()] == [c.tokens for c in expected.values()]
 
@@ -235,12 +235,12 @@ def elsewhere(publication: Publication) -> Publication:
     return replace(publication, handle=handle, inline=publication.inline.copy())
 
 
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize(("away", "common"), [(False, False), (True, False), (False, True)])
 @pytest.mark.usefixtures("restored")
-def test_a_source_publishes_again_and_again(engine: Engine, model: Any, away: bool) -> None:
+def test_a_source_publishes_again_and_again(engine: Engine, model: Any, away: bool, common: bool) -> None:
     given = oracle.requests(samples=1)
     first, second = oracle.other(model, seed=3), oracle.other(model, seed=4)
-    source = oracle.Source(first, ranks=2, cut=1)
+    source = oracle.Source(first, ranks=2, cut=1, common=common)
     found = []
     for weights in (first, second, first):
         published = source.publish(weights, inline=away)

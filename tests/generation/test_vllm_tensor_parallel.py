@@ -110,7 +110,7 @@ def test_after_a_sync_from_actors_of_any_layout_an_engine_speaks_as_transformers
         assert_speaks(engine, oracle.load(work / name))
     weights = dict(oracle.load(work / "engine").named_parameters())
     for _ in range(2):  # the first sync of a source reloads every layer; after it some are written in place
-        oracle.deliver(engine, weights, ranks=2, cut=1)
+        oracle.deliver(engine, weights, ranks=2, cut=1, common=True)
         assert_speaks(engine, oracle.load(work / "engine"))
     in_place = engine._rpc("weights_in_place")  # type: ignore[attr-defined]
     assert all("model.embed_tokens.weight" in names and "model.norm.weight" in names for names in in_place)

@@ -36,10 +36,10 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@given(st.integers(1, 9), st.integers(0, 2), st.integers(0, 99))
-def test_a_reader_gets_every_element_from_sources_cut_anywhere(ranks: int, cut: int, seed: int) -> None:
+@given(st.integers(1, 9), st.integers(0, 2), st.booleans(), st.integers(0, 99))
+def test_a_reader_gets_every_element_from_sources_cut_anywhere(ranks: int, cut: int, common: bool, seed: int) -> None:
     given_ = weights(seed)
-    source = Source(given_, ranks, cut)  # memory that nobody holds is gone
+    source = Source(given_, ranks, cut, common)  # memory that nobody holds is gone
     assert same(read(source.publish(given_)), given_)
 
 
@@ -155,6 +155,28 @@ def test_a_tensor_that_lies_whole_at_its_source_is_not_copied() -> None:
     assert found is not None
     assert torch.equal(found, given_["whole"])
     assert found.untyped_storage().data_ptr() == sources[0][0].untyped_storage().data_ptr()
+
+
+def test_tensors_that_ranks_put_together_in_one_memory_are_not_copied() -> None:
+    source = Source(given_ := weights(), 3, 1, common=True)
+    published = source.publish(given_)
+    assert len({each.handle for each in published}) == 1
+    memory = Memory.attach(published[0].handle)
+    sources = [each.buffers(memory) for each in published]
+    layout = joined(published)
+    pull = Pull(layout, whole_layout(layout.space, {t.name: given_[t.name] for t in layout.space.tensors}))
+    for number, tensor in enumerate(layout.space.tensors):
+        found = pull.whole(sources, number, tensor.shape)
+        assert found is not None
+        assert torch.equal(found, given_[tensor.name])
+        assert found.untyped_storage().data_ptr() == memory.data.untyped_storage().data_ptr()
+
+
+def test_ranks_of_several_hosts_have_no_memory_in_common() -> None:
+    space = space_of_tensors({"w": torch.zeros(4)})
+    shares = [Share(0, (0,), torch.zeros(2))]
+    publisher = Publisher(space, shares, 0, lambda host: [host, "another"])
+    assert publisher.publish(shares).layout.buffers[0].numel == 2
 
 
 def test_a_reader_of_a_part_sees_the_whole_tensor_in_place_if_that_is_where_its_part_lies() -> None:

@@ -102,7 +102,9 @@ def _cases(rank: int, work: Path) -> dict:
             worker = actor(work / model, ctx)
             found[layout, model] = outcome(worker, batch_of(ctx))
             found[layout, model]["sent"] = sent(worker)
-            found[layout, model]["bytes"] = worker.publish_weights("reader", inline=False).handle.nbytes
+            published = worker.publish_weights("reader", inline=False)
+            found[layout, model]["bytes"] = int(published.layout.pieces.size.prod(axis=1).sum()) * 4
+            found[layout, model]["memory"] = published.handle
         worker.export(work / f"export-{layout}")  # the last one: qwen3
         found[layout, "critic"] = outcome(critic(work / "llama", ctx), batch_of(ctx))
         found[layout, "nbytes"] = worker.nbytes()

@@ -138,6 +138,8 @@ def test_what_several_ranks_hold_is_published_by_one_of_them_each_its_part(layou
         published = [found[layout, model]["bytes"] for found in two_ranks]
         assert sum(published) == whole
         assert min(published) > whole / 4
+        (memory,) = {found[layout, model]["memory"] for found in two_ranks}  # they have it in common
+        assert whole <= memory.nbytes < whole + 64
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
