@@ -17,6 +17,7 @@ setup(
         "ray[default]>=2.60,<2.61",
         "hydra-core>=1.3.8,<1.4",
         "omegaconf>=2.3.1,<2.4",
+        "PyYAML>=6,<7",
         "transformers>=5.16.1,<5.20",
         "safetensors>=0.6,<1",
         "gguf>=0.17,<1",
@@ -47,6 +48,6 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["rlinf-train=rlinf.train:main"],
+        "console_scripts": ["rlinf-train=rlinf.train:main", "rlinf-plan=rlinf.plan:main"],
     },
 )

@@ -58,6 +58,11 @@ class Device:
         """CPU threads that belong to the device."""
         return max(self.node.cpus // self.slots, 1)
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes that belong to the device; ``None``: Ray does not tell of GPUs."""
+        return self.node.memory // self.slots if self.kind == "cpu" else None
+
     def __str__(self) -> str:
         what = f"gpu {self.slot}" if self.kind == "gpu" else f"{self.threads} cores ({self.slot + 1}/{self.slots})"
         return f"{self.node.ip} {what}"

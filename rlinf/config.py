@@ -70,6 +70,16 @@ class ClusterConfig:
 
 
 @dataclass
+class PlanConfig:
+    kind: str = "collocated"  # collocated | disaggregated | hybrid; see docs/guide.md
+    file: str | None = None  # a plan of your own (YAML, as every run writes one); null: the kind above
+    granularity: int = 0  # rows that stages on disjoint devices take from one another at a time; 0: all at once
+    maker_devices: int = 0  # disaggregated, hybrid: devices that generate; 0: half of them
+    swap: str = "auto"  # groups leave a device that they share between turns: auto (if memory asks) | always | never
+    staleness: int = 0  # updates that the weights which make samples may be behind; 0: on-policy
+
+
+@dataclass
 class AlgorithmConfig:
     advantage: str = "gae"  # gae | grpo | import path of a function from this config to a map of your own
     gamma: float = 1.0  # discount (GAE)
@@ -184,6 +194,7 @@ class TrainConfig:
     data: DataConfig = MISSING
     reward: RewardConfig = MISSING
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

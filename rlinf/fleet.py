@@ -14,13 +14,15 @@ from rlinf.cluster import Cluster, Device
 from rlinf.deadline import Deadline
 from rlinf.group import WorkerGroup, gather, quiet
 from rlinf.m2flow.compiler import Compiled
-from rlinf.m2flow.executor import Report
+from rlinf.m2flow.executor import Report, Turn
 from rlinf.m2flow.graph import HOST, Graph
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.lease import LeaseServer
+from rlinf.m2flow.timeline import Doing
 from rlinf.worker import RankContext, Worker
 
 TEARDOWN_S = 3.0
+Calls = dict[Any, tuple[WorkerGroup, int]]  # Ray reference -> who was called
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,33 @@ class Fleet:
             sizes.setdefault(group, []).append(size)
         return sizes
 
-    def execute(self, phase: str, done: int) -> list[Report]:
-        """Let every group run its program of this phase once."""
+    def begin(self, phase: str, done: int, since: int, until: int) -> Calls:
+        """Let every group run its program of this phase once, after those that it was told before.
+
+        Args:
+            phase: which.
+            done: training iterations before it.
+            since: iterations that were done when nothing was under way for the last time.
+            until: iterations that will be done when that is so again.
+        """
+        import ray
+
         self._executions += 1
-        return list(self._all("execute", lambda group: (phase, self._executions, done)).values())
+        turn = Turn(phase, self._executions, done, since, until)
+        ray.get(self._lease.begin.remote(phase, turn.execution))
+        return self._ask("execute", lambda group: (turn,))
+
+    def finish(self, calls: Calls) -> list[Report]:
+        """Wait for what was begun.
+
+        Raises:
+            RunFailed: a rank failed.
+        """
+        return gather(calls, self._tick, limit=self.limit)
+
+    def execute(self, phase: str, done: int) -> list[Report]:
+        """`begin` and `finish`, with nothing else under way."""
+        return self.finish(self.begin(phase, done, done, done))
 
     def save(self, directory: Path) -> dict[str, int]:
         """Every group writes its state below ``directory``. Returns the ranks of each group."""
@@ -121,11 +146,15 @@ class Fleet:
             quiet(teardown)
         quiet(self.cluster.close)
 
+    def _ask(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> Calls:
+        return {
+            getattr(actor, method).remote(*args(group)): (group, rank)
+            for group in self.groups.values()
+            for rank, actor in enumerate(group.ranks)
+        }
+
     def _all(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> dict[tuple[str, int], Any]:
-        calls: dict[Any, tuple[WorkerGroup, int]] = {}
-        for group in self.groups.values():
-            for rank, actor in enumerate(group.ranks):
-                calls[getattr(actor, method).remote(*args(group))] = (group, rank)
+        calls = self._ask(method, args)
         results = gather(calls, self._tick, limit=self.limit)
         return {(group.name, rank): result for (group, rank), result in zip(calls.values(), results, strict=True)}
 
@@ -160,8 +189,9 @@ def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, floa
     spans: dict[str, tuple[float, float]] = {}
     for report in reports:
         for span in report.spans:
-            start, end = spans.get(span.name, (span.start, span.end))
-            spans[span.name] = (min(start, span.start), max(end, span.end))
+            if span.doing in (Doing.RUN, Doing.SYNC):
+                start, end = spans.get(span.name, (span.start, span.end))
+                spans[span.name] = (min(start, span.start), max(end, span.end))
         if report.rank % compiled.layout[report.group].tp_ranks == 0:
             for node, metrics in report.metrics.items():
                 by_node.setdefault(node, []).append(metrics)
@@ -176,7 +206,7 @@ def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, floa
         for node in nodes:
             name = key.split("/", 1)[1]
             values[key if len(nodes) == 1 else f"{node}/{name}"] = merged[node][name].value
-    seconds = {name: end - start for name, (start, end) in spans.items() if not name.startswith("wait ")}
+    seconds = {name: end - start for name, (start, end) in spans.items()}
     return values, seconds
 
 

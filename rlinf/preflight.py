@@ -14,8 +14,8 @@ from rlinf.cluster import Device, NodeInfo, devices_of
 from rlinf.config import ModelConfig, OptimizerConfig, TrainConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.m2flow.graph import Graph
-from rlinf.m2flow.plan import Stage, describe, stages
-from rlinf.scheduler.collocated import collocated
+from rlinf.m2flow.plan import Plan, describe, stages
+from rlinf.scheduler.shipped import choose
 
 GIB = 2**30
 
@@ -43,23 +43,32 @@ class Ready:
         """What will run, where, in which sizes and how much memory."""
         here = devices is None
         found = local_devices(self.cfg) if devices is None else devices
-        plan = collocated(self.graph, len(found))
+        plan = self.plan(found)
         lines = [f"workflow {self.cfg.workflow.name}, model {self.identity.model}"]
         lines += [f"devices{' (if it runs on this machine alone)' if here else ''}: {'; '.join(map(str, found))}"]
         lines += ["placement: " + describe(plan)[0], *describe(plan)[1:]]
         lines += self.sizes.lines()
         lines += [f"{node.name} waits for the first {node.starts} steps" for node in self.graph.nodes if node.starts]
         lines += ["memory, estimated (weights, gradients and optimizer; activations come on top):"]
-        lines += [f"  {text}" for text in self._memory(list(stages(plan)))]
+        lines += [f"  {text}" for text in self._memory(plan)]
         start = f"resumes {self.resume[0]} (step {self.resume[1].step})" if self.resume else "starts anew"
         return [*lines, f"{start}; output in {self.output_dir}"]
 
-    def _memory(self, placed: Sequence[Stage]) -> list[str]:
+    def plan(self, devices: Sequence[Device]) -> Plan:
+        """Where everything runs.
+
+        Raises:
+            RlinfError: the plan that is asked for does not exist, or does not fit.
+        """
+        return choose(self.graph, self.cfg.plan, self.needs, [device.memory for device in devices])
+
+    def needs(self, plan: Plan) -> dict[str, int]:
+        """Group -> bytes of each of its ranks, estimated: weights, gradients, optimizer, KV cache."""
         from rlinf.models import describe as describe_model
         from rlinf.models import resolve
 
-        lines = []
-        for stage in placed:
+        found = {}
+        for stage in stages(plan):
             section = getattr(self.cfg, stage.worker, None)
             model = getattr(section, "model", None)
             if not isinstance(model, ModelConfig):
@@ -67,9 +76,12 @@ class Ready:
             parameters = describe_model(resolve(model)).parameters
             trains = hasattr(section, "optimizer")
             bytes_ = training_bytes(parameters, stage.ranks) if trains else 4 * parameters // max(stage.tp, 1)
-            bytes_ += int(getattr(section, "kv_cache_gib", 0) * GIB)
-            lines.append(f"{stage.worker}: {bytes_ / GIB:.2f} GiB a rank x {stage.ranks}")
-        return lines
+            found[stage.worker] = bytes_ + int(getattr(section, "kv_cache_gib", 0) * GIB)
+        return found
+
+    def _memory(self, plan: Plan) -> list[str]:
+        ranks = {stage.worker: stage.ranks for stage in stages(plan)}
+        return [f"{name}: {size / GIB:.2f} GiB a rank x {ranks[name]}" for name, size in self.needs(plan).items()]
 
 
 def local_devices(cfg: TrainConfig) -> tuple[Device, ...]:

@@ -25,7 +25,7 @@ from rlinf.worker import RankContext
 
 if TYPE_CHECKING:
     from rlinf.m2flow.compiler import Compiled
-    from rlinf.m2flow.executor import Executor, Report
+    from rlinf.m2flow.executor import Executor, Report, Turn
     from rlinf.m2flow.graph import Graph
 
 MAIL, WATCH = "mail", "watch"  # threads beside the program's own
@@ -88,15 +88,15 @@ class _RayWire:
         if (error := sent.exception()) is not None:
             self._mailbox.fail(error)
 
-    def acquire(self, phase: str, execution: int, ticket: int) -> None:
+    def acquire(self, execution: int, ticket: int) -> None:
         import ray
 
-        ray.get(self._lease.acquire.remote(phase, execution, ticket))
+        ray.get(self._lease.acquire.remote(execution, ticket))
 
-    def release(self, phase: str, execution: int, ticket: int) -> None:
+    def release(self, execution: int, ticket: int) -> None:
         import ray
 
-        ray.get(self._lease.release.remote(phase, execution, ticket))
+        ray.get(self._lease.release.remote(execution, ticket))
 
     def settle(self) -> None:
         """Wait until everything sent has arrived; a peer that died raises."""
@@ -212,15 +212,15 @@ class RankHost:
 
         return self._guard("setup", setup)
 
-    def execute(self, phase: str, execution: int, done: int) -> Report:
+    def execute(self, turn: Turn) -> Report:
         def execute() -> Report:
             assert self._executor is not None
             assert self._wire is not None
-            report = self._executor.run(phase, execution, done)
+            report = self._executor.run(turn)
             self._wire.settle()
             return report
 
-        return self._guard(phase, execute)
+        return self._guard(turn.phase, execute)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker, e.g. ``export``."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from rlinf.cluster import Cluster
 from rlinf.console import Console, open_console
 from rlinf.deadline import Deadline
 from rlinf.failure import RunFailed
-from rlinf.fleet import Fleet, Glimpse, flatten_rows, summarize
+from rlinf.fleet import Calls, Fleet, Glimpse, flatten_rows, summarize
 from rlinf.m2flow.compiler import compile_plan
+from rlinf.m2flow.executor import Report
 from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN
-from rlinf.m2flow.plan import to_dict
+from rlinf.m2flow.plan import save_plan
 from rlinf.preflight import Ready
-from rlinf.scheduler.collocated import collocated
 from rlinf.tracking import Samples, Trackers, open_trackers, redact
 
 SCORE = "reward/mean"
@@ -93,9 +94,9 @@ class _Run:
             cluster = Cluster.connect(cfg.cluster, console.note)
         self.fleet = Fleet(cluster, ready.graph, None, self._watch)  # type: ignore[arg-type]
         try:
-            plan = collocated(ready.graph, len(cluster.devices))
-            self.fleet.compiled = compile_plan(ready.graph, plan)
-            (ready.output_dir / "plan.json").write_text(json.dumps(to_dict(plan), indent=1) + "\n")
+            plan = ready.plan(cluster.devices)
+            self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness)
+            save_plan(plan, ready.output_dir / "plan.yaml")
             (ready.output_dir / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
             console.header(ready.lines(cluster.devices))
             with console.stage("devices"):
@@ -135,23 +136,47 @@ class _Run:
         if evaluates and cfg.evaluation.before and self.step == 0:  # later it would not be before
             self._evaluate()
         while self.step < cfg.steps:
-            self._train_step()
+            self._train(self._next_stop())
             last = self.step == cfg.steps
-            due = bool(cfg.evaluation.every) and self.step % cfg.evaluation.every == 0
-            if evaluates and ((last and cfg.evaluation.after) or due):
+            if evaluates and ((last and cfg.evaluation.after) or self._due(self.step, cfg.evaluation.every)):
                 self._evaluate()
-            if last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0):
+            if last or self._due(self.step, cfg.checkpoint.every):
                 self._save()
         export = self._export() if cfg.checkpoint.export else None
         outcome = Outcome(self.step, self.before, self.after, self.saved, export, self.ready.output_dir)
         self._say(outcome)
         return outcome
 
-    def _train_step(self) -> None:
+    @staticmethod
+    def _due(step: int, every: int) -> bool:
+        return bool(every) and step % every == 0
+
+    def _next_stop(self) -> int:
+        """The next step after which nothing may be under way: something is evaluated or saved, or it is the last."""
+        cfg = self.cfg
+        evaluates = bool(self.ready.graph.phase(EVALUATE))
+        for step in range(self.step + 1, cfg.steps):
+            if (evaluates and self._due(step, cfg.evaluation.every)) or self._due(step, cfg.checkpoint.every):
+                return step
+        return cfg.steps
+
+    def _train(self, until: int) -> None:
+        """Training iterations up to ``until``, as many under way at once as staleness allows."""
+        since = begun = self.step
+        under_way: deque[Calls] = deque()
         start = time.monotonic()
-        reports = self.fleet.execute(TRAIN, self.step)
+        while self.step < until:
+            while begun < until and begun - self.step <= self.cfg.plan.staleness:
+                under_way.append(self.fleet.begin(TRAIN, begun, since, until))
+                begun += 1
+            reports = self.fleet.finish(under_way.popleft())
+            now = time.monotonic()
+            self._record(reports, now - start)
+            start = now
+
+    def _record(self, reports: list[Report], seconds: float) -> None:
+        """A training iteration is over."""
         values, phases = summarize(reports, self.fleet.compiled)
-        seconds = time.monotonic() - start
         self.step += 1
         values["time/step"] = seconds
         values |= {f"time/{name}": value for name, value in phases.items()}

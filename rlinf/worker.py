@@ -123,14 +123,15 @@ class Worker:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a tree shaped as `state` gives it; tensors may be the very ones that `state` returned."""
 
-    def publish_weights(self, target: str, inline: bool) -> Publication:
+    def publish_weights(self, target: str, inline: bool, slot: int = 0) -> Publication:
         """Lay open what this rank has of the weights, under Hugging Face names; sender of a sync.
 
-        Called when nobody reads any more what was published for this target before.
+        Called when nobody reads any more what was published for this target in this slot before.
 
         Args:
             target: the group that is going to read it.
             inline: some reader is on another host, and needs the bytes themselves.
+            slot: which of the target's publications this one takes the place of.
         """
         raise TypeError(f"{type(self).__name__} has no weights to send; flow.sync's first argument must have")
 

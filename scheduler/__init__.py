@@ -1,4 +1,4 @@
 """Which plan a workflow runs under.
 
-`collocated`: every worker group on all devices, one after the other. It is the one planner there is.
+`shipped`: collocated, disaggregated and hybrid plans, and the choice among them by config.
 """

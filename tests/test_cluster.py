@@ -11,7 +11,8 @@ from rlinf.config import ClusterConfig
 from rlinf.errors import PlacementError
 from rlinf.failure import Failure, first
 from rlinf.fleet import summarize
-from rlinf.m2flow.executor import Report, Span
+from rlinf.m2flow.executor import Report
+from rlinf.m2flow.timeline import Doing, Span
 from rlinf.metrics import Metric, Reduction
 from tests.m2flow.test_compiler import compiled
 
@@ -79,10 +80,15 @@ def test_metrics_are_reduced_by_their_type_and_tensor_parallel_copies_count_once
     mean = {"loss": Metric(1.0, 3.0), "rows": Metric(3.0, 1.0, Reduction.SUM)}
     other = {"loss": Metric(5.0, 1.0), "rows": Metric(1.0, 1.0, Reduction.SUM)}
     reports = [
-        Report("policy", 0, {"policy.train": mean}, [Span("policy.train", 10.0, 12.0)]),
-        Report("policy", 1, {"policy.train": other}, [Span("policy.train", 11.0, 15.0), Span("wait for x", 0, 9)]),
+        Report("policy", 0, {"policy.train": mean}, [Span(Doing.RUN, "policy.train", 10.0, 12.0)]),
+        Report(
+            "policy",
+            1,
+            {"policy.train": other},
+            [Span(Doing.RUN, "policy.train", 11.0, 15.0), Span(Doing.ROWS, "policy.train", 0, 9)],
+        ),
     ]
-    values, seconds = summarize(reports, compiled().__class__({}, {}, layout))
+    values, seconds = summarize(reports, compiled().__class__({}, {}, layout, {}))
     assert values == {"policy/loss": 2.0, "policy/rows": 4.0}
     assert seconds == {"policy.train": 5.0}
 
@@ -93,5 +99,5 @@ def test_two_stages_of_a_group_that_record_one_name_are_told_apart_and_maps_have
         Report("policy", 0, {"policy.train": {"gap": Metric(1.0)}, "policy.check": {"gap": Metric(2.0)}}),
         Report("host", 0, {"host.gae": {"kl": Metric(3.0)}}),
     ]
-    values, _ = summarize(reports, compiled().__class__({}, {}, layout))
+    values, _ = summarize(reports, compiled().__class__({}, {}, layout, {}))
     assert values == {"policy.train/gap": 1.0, "policy.check/gap": 2.0, "gae/kl": 3.0}

@@ -24,7 +24,7 @@ from rlinf.batch import Batch
 from rlinf.checkpoint import Checkpoints, Meta, load_state, save_state
 from rlinf.config import LoggerConfig, ModelConfig, RewardConfig, RolloutConfig
 from rlinf.console import LineConsole
-from rlinf.m2flow.executor import Executor
+from rlinf.m2flow.executor import Executor, Turn
 from rlinf.m2flow.graph import TRAIN, Graph, Workflow
 from rlinf.m2flow.lease import LeaseServer, Ticket
 from rlinf.rewards import Sample, ScorerPool
@@ -168,9 +168,10 @@ def test_rows_and_weights_on_their_way_between_ranks() -> None:
 
     def step(i: int) -> None:
         rows: list[float] = []
+        wire.begin(TRAIN, i)
 
         def run(executor: Executor) -> None:
-            report = executor.run(TRAIN, i, i)
+            report = executor.run(Turn(TRAIN, i, i, i, i))
             rows.extend(m["rows"].value for name, m in report.metrics.items() if name == "learner.train")
 
         threads = [threading.Thread(target=run, args=(executor,)) for executor in executors]
@@ -190,10 +191,11 @@ def test_turns_on_devices() -> None:
 
     async def holder(execution: int, tickets: tuple[int, ...]) -> None:
         for ticket in tickets:
-            await server.acquire(TRAIN, execution, ticket)
-            await server.release(TRAIN, execution, ticket)
+            await server.acquire(execution, ticket)
+            await server.release(execution, ticket)
 
     async def both(execution: int) -> None:
+        server.begin(TRAIN, execution)
         await asyncio.gather(holder(execution, (0, 2)), holder(execution, (0, 1, 2)))
 
     with asyncio.Runner() as runner:

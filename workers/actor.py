@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rlinf.training.collective import Ranks
 from rlinf.training.runtime import prepare, record
 from rlinf.training.scoring import score_rows
 from rlinf.training.state import named_tensors
-from rlinf.training.trainer import Trainer
+from rlinf.training.trainer import LossFn, Trainer
 from rlinf.training.weights import check_names, export
 from rlinf.vps.publication import Publication, Publisher, shares_of, space_of_tensors
 from rlinf.worker import stage
@@ -54,7 +54,7 @@ class Actor(TrainedWorker):
                 f"actor.temperature={self.cfg.temperature}: training needs samples from a distribution, above 0"
             )
         self.version = 0
-        self._publishers: dict[tuple[str, bool], Publisher] = {}
+        self._publishers: dict[tuple[str, bool, int], Publisher] = {}
         self.ranks = prepare(self.ctx)
         self.source = resolve(self.cfg.model)
         self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
@@ -78,11 +78,11 @@ class Actor(TrainedWorker):
     @stage(
         reads=_train_reads,
         optional=("old_logprobs", "weight_version"),
-        whole=True,
         updates=True,
         starts=_critic_warmup,
+        streams=True,
     )
-    def train(self, batch: Batch) -> None:
+    def train(self, rows: Batch | Iterable[Batch]) -> None:
         """One iteration: ``epochs`` passes over the samples of all ranks, an optimiser step for each minibatch.
 
         The policy that the ratio is taken against is ``old_logprobs`` where some stage writes them, else
@@ -91,20 +91,21 @@ class Actor(TrainedWorker):
         Raises:
             RlinfError: engine and trainer disagree about the log-probabilities of the same weights.
         """
-        for index, cuts in enumerate(self.optimiser_steps(batch)):
-            parity = _Parity(self.ranks, batch, self.version) if index == 0 else None
+        for index, parts in enumerate(self.optimiser_steps(rows)):
+            parity = _Parity(self.ranks, self.version) if index == 0 else None
             check = None if parity is None else partial(self._check_parity, parity)
-            self.record_step(self.trainer.step(cuts, self._loss_of(batch, parity), self.dummy, before=check))
+            self.record_step(self.trainer.step(parts, self._loss_with(parity), self.dummy, before=check))
 
-    def publish_weights(self, target: str, inline: bool) -> Publication:
+    def publish_weights(self, target: str, inline: bool, slot: int = 0) -> Publication:
         tensors = named_tensors(self.model.lm)
         mesh = self.ranks.mesh
         space = space_of_tensors(tensors)
         shares = shares_of(space, tensors, self.ctx.rank, self.ctx.world_size, mesh)
-        if (target, inline) not in self._publishers:
+        key = (target, inline, slot)
+        if key not in self._publishers:
             gather = None if inline else self.ranks.gather  # what travels by message is each rank's own
-            self._publishers[target, inline] = Publisher(space, shares, self.ctx.rank, gather)
-        return self._publishers[target, inline].publish(shares, inline=inline)
+            self._publishers[key] = Publisher(space, shares, self.ctx.rank, gather)
+        return self._publishers[key].publish(shares, inline=inline)
 
     def export(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory. A collective; rank 0 writes."""
@@ -117,11 +118,11 @@ class Actor(TrainedWorker):
                 packed, self.cfg.temperature, with_entropy=training, entropy_grad=self.cfg.algorithm.entropy_coef != 0
             )
 
-    def _loss_of(self, batch: Batch, parity: _Parity | None) -> Callable[[Packed], tuple[torch.Tensor, float]]:
-        def loss(packed: Packed) -> tuple[torch.Tensor, float]:
+    def _loss_with(self, parity: _Parity | None) -> LossFn:
+        def loss(batch: Batch, packed: Packed) -> tuple[torch.Tensor, float]:
             logprobs, entropy = self._forward(packed, training=True)
             if parity is not None:
-                parity.add(packed, logprobs)
+                parity.add(batch, packed, logprobs)
 
             def field(name: str) -> torch.Tensor:
                 if not len(packed.rows):
@@ -166,21 +167,20 @@ class _Parity:
     Samples that other weights made are left out, where the samples say which.
     """
 
-    def __init__(self, ranks: Ranks, batch: Batch, version: int) -> None:
+    def __init__(self, ranks: Ranks, version: int) -> None:
         self.ranks = ranks
-        self.batch = batch
         self.version = version
         self.gap = self.tokens = self.largest = 0.0
         self.total_tokens = 0
 
     @torch.no_grad()
-    def add(self, packed: Packed, logprobs: torch.Tensor) -> None:
+    def add(self, batch: Batch, packed: Packed, logprobs: torch.Tensor) -> None:
         if not len(packed.rows):
             return
-        gap = (self.batch["rollout_logprobs"].select(packed.rows).values - logprobs.cpu()).abs()
-        if "weight_version" in self.batch:
-            same = self.batch["weight_version"][packed.rows] == self.version
-            gap = gap[torch.repeat_interleave(same, self.batch["response_ids"].lengths[packed.rows])]
+        gap = (batch["rollout_logprobs"].select(packed.rows).values - logprobs.cpu()).abs()
+        if "weight_version" in batch:
+            same = batch["weight_version"][packed.rows] == self.version
+            gap = gap[torch.repeat_interleave(same, batch["response_ids"].lengths[packed.rows])]
         if len(gap):
             self.gap += gap.double().sum().item()
             self.tokens += len(gap)

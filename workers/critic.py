@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -43,35 +43,36 @@ class Critic(TrainedWorker):
         budget = self.cfg.tokens_per_micro_batch
         return Batch({"values": score_rows(self.model, self._forward, batch, budget, self.ranks, self.ctx.report)})
 
-    @stage(reads=("prompt_ids", "response_ids", "values", "returns"), whole=True, updates=True)
-    def train(self, batch: Batch) -> None:
+    @stage(reads=("prompt_ids", "response_ids", "values", "returns"), updates=True, streams=True)
+    def train(self, rows: Batch | Iterable[Batch]) -> None:
         """One iteration: ``epochs`` passes over the samples of all ranks, an optimiser step for each minibatch."""
-        self._record_explained_variance(batch)
-        for cuts in self.optimiser_steps(batch):
-            self.record_step(self.trainer.step(cuts, self._loss_of(batch), self.dummy))
+        moments = ReturnMoments()
+
+        def seen(batches: Iterable[Batch]) -> Iterator[Batch]:
+            nonlocal moments
+            for batch in batches:
+                if batch.n:
+                    moments += ReturnMoments.of(batch["values"].values, batch["returns"].values)
+                yield batch
+
+        for parts in self.optimiser_steps(seen([rows] if isinstance(rows, Batch) else rows)):
+            self.record_step(self.trainer.step(parts, self._loss, self.dummy))
+        everyone = ReturnMoments.from_tensor(torch.tensor(self.ranks.sum(moments.as_tensor().tolist())))
+        self.metrics.last("explained_variance", everyone.explained_variance())
 
     def _forward(self, packed: Packed) -> torch.Tensor:
         with autocast(self.cfg.model, self.ctx.device, sharded=self.ranks.dp > 1):
             return self.model(packed)
 
-    def _loss_of(self, batch: Batch) -> Callable[[Packed], tuple[torch.Tensor, float]]:
-        def loss(packed: Packed) -> tuple[torch.Tensor, float]:
-            values = self._forward(packed)
+    def _loss(self, batch: Batch, packed: Packed) -> tuple[torch.Tensor, float]:
+        values = self._forward(packed)
 
-            def field(name: str) -> torch.Tensor:
-                if not len(packed.rows):
-                    return torch.zeros_like(values)
-                return batch[name].select(packed.rows).values.to(values)
+        def field(name: str) -> torch.Tensor:
+            if not len(packed.rows):
+                return torch.zeros_like(values)
+            return batch[name].select(packed.rows).values.to(values)
 
-            terms = value_loss(values, field("values"), field("returns"), packed.lengths, self.cfg.algorithm.value_clip)
-            if self.ctx.tp_rank == 0:  # its peers have the same samples
-                record(self.metrics, terms.metrics)
-            return terms.total, terms.denominator
-
-        return loss
-
-    def _record_explained_variance(self, batch: Batch) -> None:
-        """Of the values that the advantages were made of, over all ranks."""
-        own = ReturnMoments.of(batch["values"].values, batch["returns"].values) if batch.n else ReturnMoments()
-        everyone = ReturnMoments.from_tensor(torch.tensor(self.ranks.sum(own.as_tensor().tolist())))
-        self.metrics.last("explained_variance", everyone.explained_variance())
+        terms = value_loss(values, field("values"), field("returns"), packed.lengths, self.cfg.algorithm.value_clip)
+        if self.ctx.tp_rank == 0:  # its peers have the same samples
+            record(self.metrics, terms.metrics)
+        return terms.total, terms.denominator

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,10 @@ from rlinf.worker import RankContext, Unit, Worker, stage
 logger = logging.getLogger("rlinf.rollout")
 DTYPES = ("float32", "bfloat16")
 UNBOUNDED = 1 << 30  # tokens; of a model whose config names no longest sequence
+
+
+def _samples(cfg: RolloutConfig, options: Mapping[str, Any]) -> int:
+    return options.get("samples") or cfg.samples_per_prompt
 
 
 class Rollout(Worker):
@@ -58,7 +63,7 @@ class Rollout(Worker):
         reads=("row_id", "prompt_ids"),
         writes=("response_ids", "rollout_logprobs", "truncated", "weight_version", "response", "group_id"),
         unit=Unit.GROUP,
-        expands=True,
+        expands=_samples,
     )
     def generate(
         self, batch: Batch, *, temperature: float | None = None, samples: int | None = None

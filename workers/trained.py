@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,11 +10,11 @@ from torch import nn
 from rlinf.batch import ROW, Batch
 from rlinf.models.packed import Packed
 from rlinf.training.collective import Ranks
-from rlinf.training.minibatch import minibatches
+from rlinf.training.minibatch import check_once, minibatches
 from rlinf.training.runtime import free_cache, on_accelerator
 from rlinf.training.scoring import cut, dummy
 from rlinf.training.state import load_training_state, training_state
-from rlinf.training.trainer import StepReport, Trainer
+from rlinf.training.trainer import Part, StepReport, Trainer
 from rlinf.worker import Worker
 
 
@@ -34,28 +34,49 @@ class TrainedWorker(Worker):
     trainer: Trainer
     named: nn.Module
 
-    def optimiser_steps(self, batch: Batch) -> Iterator[list[Packed]]:
-        """One training iteration: this rank's micro-batches for each optimiser step of each epoch.
+    def optimiser_steps(self, rows: Batch | Iterable[Batch]) -> Iterator[Iterator[Part]]:
+        """One training iteration: for each optimiser step of each epoch, this rank's parts of its minibatch.
 
-        After the last one ``version`` counts one more. A collective.
+        Where an iteration is one minibatch, the parts of its first epoch come as the rows do. Otherwise, and in later
+        epochs, a minibatch is one part. Iterate each step to its end before the next. After the last one ``version``
+        counts one more. A collective.
+
+        Args:
+            rows: of this rank; on all ranks in equally many pieces.
         """
         algorithm = self.cfg.algorithm
-        row_ids = batch[ROW].tolist() if batch.n else []
-        place = {row: i for i, row in enumerate(row_ids)}
-        everyone = self.ranks.gather_rows(row_ids)
+        arrived: list[Batch] = []
+        everyone: list[int] = []  # row ids of all ranks
+
+        def as_they_come() -> Iterator[Part]:
+            for batch in [rows] if isinstance(rows, Batch) else rows:
+                arrived.append(batch)
+                everyone.extend(self.ranks.gather_rows(batch[ROW].tolist() if batch.n else []))
+                check_once(everyone)
+                yield batch, self._cut(batch, range(batch.n))
+
+        arriving = as_they_come()
+        first = 0 if algorithm.mini_batch_size else 1
+        if first:
+            yield arriving
+        for _ in arriving:
+            pass
+        batch = Batch.concat(arrived)
+        place = {row: i for i, row in enumerate(batch[ROW].tolist() if batch.n else [])}
         plan = [
             members
-            for epoch in range(algorithm.epochs)
+            for epoch in range(first, algorithm.epochs)
             for members in minibatches(
                 everyone, algorithm.mini_batch_size, seed=self.ctx.seed, iteration=self.version, epoch=epoch
             )
         ]
         for done, members in enumerate(plan):
-            rows = [place[row] for row in members if row in place]
-            share = self.trainer.model.shares_prompts
-            yield cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device, share)
+            yield iter([(batch, self._cut(batch, [place[row] for row in members if row in place]))])
             self.ctx.report(done + 1, len(plan))
         self.version += 1
+
+    def _cut(self, batch: Batch, rows: Sequence[int]) -> list[Packed]:
+        return cut(batch, rows, self.cfg.tokens_per_micro_batch, self.ctx.device, self.trainer.model.shares_prompts)
 
     def record_step(self, report: StepReport) -> None:
         """Metrics that every optimiser step has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,36 @@ class Mailbox:
             yield from items
             if done:
                 return
+
+    def any(self, keys: Mapping[Hashable, int], wait: bool = True) -> tuple[list[tuple[Hashable, Any]], list[Hashable]]:
+        """What is there under any of some keys; wait until there is something.
+
+        Args:
+            keys: key -> sources that must close it.
+            wait: otherwise return at once with nothing, if nothing is there.
+
+        Returns:
+            Items with their keys, and the keys that are complete. Neither comes again.
+
+        Raises:
+            Exception: as `stream`.
+        """
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                items: list[tuple[Hashable, Any]] = []
+                complete = []
+                for key, sources in keys.items():
+                    slot = self._slots[key]
+                    items += [(key, item) for item in slot.items]
+                    slot.items = []
+                    if self._complete(slot, sources):
+                        complete.append(key)
+                        del self._slots[key]
+                if items or complete or not wait:
+                    return items, complete
+                self._changed.wait()
 
     @staticmethod
     def _complete(slot: _Slot, sources: int) -> bool:

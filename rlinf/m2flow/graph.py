@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlinf.batch import GROUP, ROW
 from rlinf.errors import WorkflowError
+from rlinf.m2flow.rows import Lineage
 from rlinf.m2flow.stage import StageSpec
 from rlinf.worker import Worker
 
@@ -63,6 +64,7 @@ class Node:
         phase: `TRAIN` or `EVALUATE`.
         call: the source or map object; ``None`` for a worker's method.
         starts: training iterations that pass before its first one.
+        samples: rows that an input row becomes; ``None``: not known before.
     """
 
     index: int
@@ -76,6 +78,7 @@ class Node:
     phase: str = TRAIN
     call: Any = None
     starts: int = 0
+    samples: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,16 @@ class Graph:
 
     def phase(self, phase: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.phase == phase)
+
+    def lineage(self, index: int) -> Lineage:
+        """Where the rows that a node takes come from; of a source, those that it makes."""
+        factors: list[int | None] = []
+        node = self.nodes[index]
+        while node.reads:
+            node = self.nodes[next(iter(node.reads.values()))]  # all that a node reads has the same rows
+            if node.samples != 1:
+                factors.append(node.samples)
+        return Lineage(node.index, None if None in factors else tuple(n for n in reversed(factors) if n is not None))
 
     def version(self, worker: str, done: int) -> int:
         """How often a group's state has been updated once ``done`` training iterations are over."""
@@ -329,7 +342,9 @@ class Workflow:
         name = f"{base}#{taken + 1}" if taken else base
         writes = tuple(writes)
         given = dict(options or {})
-        self._nodes.append(Node(index, name, worker, spec, dict(reads), writes, (), given, TRAIN, call, starts))
+        samples = spec.samples_for(self._workers[worker].cfg if worker in self._workers else None, given)
+        node = Node(index, name, worker, spec, dict(reads), writes, (), given, TRAIN, call, starts, samples)
+        self._nodes.append(node)
         return index
 
     def _settle_carried(self) -> list[Node]:

@@ -40,6 +40,10 @@ class LeaseBook:
         mine = self.tickets[ticket].devices
         return [t for t in range(ticket) if not self.done(t) and self.tickets[t].devices & mine]
 
+    def open_on(self, devices: frozenset[int]) -> bool:
+        """Whether a turn on one of these devices is not given back yet."""
+        return any(not self.done(t) and ticket.devices & devices for t, ticket in enumerate(self.tickets))
+
     def release(self, ticket: int) -> None:
         if self.done(ticket):
             raise ValueError(f"ticket {ticket} was given back by more ranks than its {self.tickets[ticket].holders}")
@@ -51,26 +55,37 @@ class LeaseBook:
 
 
 class LeaseServer:
-    """Asyncio shell around the books; hosted as a Ray actor that uses no CPU."""
+    """Asyncio shell around the books; hosted as a Ray actor that uses no CPU.
+
+    Turns of an earlier execution come before those of a later one, where several are under way.
+    """
 
     def __init__(self, tickets: Mapping[str, tuple[Ticket, ...]]) -> None:
         self._tickets = tickets
-        self._books: dict[tuple[str, int], LeaseBook] = {}
+        self._books: dict[int, LeaseBook] = {}  # execution -> its turns; finished ones are gone
         self._changed = asyncio.Condition()
 
-    def _book(self, phase: str, execution: int) -> LeaseBook:
-        return self._books.setdefault((phase, execution), LeaseBook(self._tickets[phase]))
+    def begin(self, phase: str, execution: int) -> None:
+        """An execution starts; they are numbered in the order in which they do."""
+        book = LeaseBook(self._tickets[phase])
+        if not book.finished:
+            self._books[execution] = book
 
-    async def acquire(self, phase: str, execution: int, ticket: int) -> None:
+    async def acquire(self, execution: int, ticket: int) -> None:
         """Return when it is this ticket's turn."""
         async with self._changed:
-            book = self._book(phase, execution)
-            await self._changed.wait_for(lambda: not book.blockers(ticket))
+            await self._changed.wait_for(lambda: not self._blocked(execution, ticket))
 
-    async def release(self, phase: str, execution: int, ticket: int) -> None:
+    async def release(self, execution: int, ticket: int) -> None:
         async with self._changed:
-            book = self._book(phase, execution)
+            book = self._books[execution]
             book.release(ticket)
             if book.finished:
-                self._books.pop((phase, execution))
+                self._books.pop(execution)
             self._changed.notify_all()
+
+    def _blocked(self, execution: int, ticket: int) -> bool:
+        own = self._books[execution]
+        devices = own.tickets[ticket].devices
+        earlier = (book for number, book in self._books.items() if number < execution)
+        return bool(own.blockers(ticket)) or any(book.open_on(devices) for book in earlier)

@@ -30,12 +30,8 @@ def minibatches(row_ids: Sequence[int], size: int, *, seed: int, iteration: int,
     """
     if size < 0:
         raise ConfigError(f"algorithm.mini_batch_size={size} must be 0 (the whole batch) or more")
+    check_once(row_ids)
     ordered = sorted(row_ids)
-    twice = [a for a, b in pairwise(ordered) if a == b]
-    if twice:
-        raise ValueError(
-            f"{len(twice)} row ids occur more than once among the ranks of a batch, among them {twice[:8]}"
-        )
     if not ordered:
         return []
     if size == 0 or size >= len(ordered):
@@ -43,3 +39,16 @@ def minibatches(row_ids: Sequence[int], size: int, *, seed: int, iteration: int,
     generator = torch.Generator().manual_seed(derive(seed, "minibatches", iteration, epoch))
     shuffled = [ordered[i] for i in torch.randperm(len(ordered), generator=generator).tolist()]
     return [sorted(shuffled[start : start + size]) for start in range(0, len(shuffled), size)]
+
+
+def check_once(row_ids: Sequence[int]) -> None:
+    """Each row id must occur once.
+
+    Raises:
+        ValueError: a row id occurs twice.
+    """
+    twice = [a for a, b in pairwise(sorted(row_ids)) if a == b]
+    if twice:
+        raise ValueError(
+            f"{len(twice)} row ids occur more than once among the ranks of a batch, among them {twice[:8]}"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,18 @@ import torch
 from torch import nn
 
 from rlinf.algorithms.schedule import lr_factor
+from rlinf.batch import Batch
 from rlinf.config import OptimizerConfig
 from rlinf.models.heads import PolicyModel, ValueModel
 from rlinf.models.packed import Packed
 from rlinf.training.collective import Ranks
 from rlinf.training.grad_norm import clip_gradients
 
-LossFn = Callable[[Packed], tuple[torch.Tensor, float]]
-"""Loss of a micro-batch: the sum over its tokens, and what it adds to the denominator."""
+Part = tuple[Batch, Sequence[Packed]]
+"""Rows, and the micro-batches of them that count."""
+
+LossFn = Callable[[Batch, Packed], tuple[torch.Tensor, float]]
+"""Loss of a micro-batch of some rows: the sum over its tokens, and what it adds to the denominator."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Trainer:
 
     def step(
         self,
-        micro_batches: Sequence[Packed],
+        parts: Iterable[Part],
         loss: LossFn,
         dummy: Packed,
         before: Callable[[], None] | None = None,
@@ -82,20 +86,21 @@ class Trainer:
         """One optimiser step over the micro-batches of all ranks. A collective.
 
         Args:
-            micro_batches: this rank's; ranks may have different numbers, none too.
+            parts: this rank's, as they come; equally many on all ranks, with any number of micro-batches, none too.
             loss: called once for each micro-batch.
             dummy: predicts nothing; run, with no weight, where another rank has more micro-batches.
             before: called between the last backward pass and the optimiser; what it raises stops the step.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        count = int(self.ranks.max([len(micro_batches)])[0])
         own = 0.0
-        for i in range(count):
-            real = i < len(micro_batches)
-            total, part = loss(micro_batches[i] if real else dummy)
-            # FSDP averages gradients over dp where the sum is wanted.
-            (total * (self.ranks.dp if real else 0)).backward()
-            own += part if real else 0.0
+        for batch, micro_batches in parts:
+            count = int(self.ranks.max([len(micro_batches)])[0])
+            for i in range(count):
+                real = i < len(micro_batches)
+                total, denominator = loss(batch, micro_batches[i] if real else dummy)
+                # FSDP averages gradients over dp where the sum is wanted.
+                (total * (self.ranks.dp if real else 0)).backward()
+                own += denominator if real else 0.0
         (denominator,) = self.ranks.sum([own])
         if before is not None:
             before()

@@ -10,11 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.errors import PlacementError
-from rlinf.m2flow.compiler import Acquire, Compiled, Pull, Release, Run, SendWeights, Ticket, compile_plan
+from rlinf.m2flow.compiler import (
+    Acquire,
+    Compiled,
+    Offload,
+    Onload,
+    Pull,
+    Release,
+    Run,
+    SendWeights,
+    Ticket,
+    compile_plan,
+)
 from rlinf.m2flow.graph import TRAIN, Workflow
 from rlinf.m2flow.lease import LeaseBook
 from rlinf.m2flow.plan import Shared, Stage, from_dict, stages, to_dict
-from rlinf.scheduler.collocated import collocated
+from rlinf.scheduler.shipped import collocated
 from tests.m2flow.test_graph import Generator, Prompts, Scorer, flow_of_four
 
 
@@ -167,5 +178,9 @@ def test_a_plan_must_place_each_worker_once() -> None:
 def test_swapped_plans_load_and_offload_around_each_turn() -> None:
     graph = flow_of_four().build()
     programs = compile_plan(graph, Shared(collocated(graph, 1).parts, swap=True)).programs[TRAIN]
-    turns = [op for op in programs["policy"] if isinstance(op, Acquire | Release)]
-    assert all(op.onload if isinstance(op, Acquire) else op.offload for op in turns)
+    for before, op, after in zip(programs["policy"], programs["policy"][1:], programs["policy"][2:], strict=False):
+        if isinstance(before, Acquire):
+            assert isinstance(op, Onload)
+        if isinstance(after, Release):
+            assert isinstance(op, Offload)
+    assert any(isinstance(op, Onload) for op in programs["policy"])

@@ -12,12 +12,13 @@ from rlinf.batch import Batch
 from rlinf.channel.mailbox import Mailbox
 from rlinf.errors import WorkflowError
 from rlinf.m2flow.compiler import compile_plan
-from rlinf.m2flow.executor import Executor, Report
+from rlinf.m2flow.executor import Executor, Report, Turn
 from rlinf.m2flow.graph import HOST, TRAIN, Graph, Workflow
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.lease import LeaseBook
+from rlinf.m2flow.plan import Plan
 from rlinf.m2flow.stage import StageSpec, Unit
-from rlinf.scheduler.collocated import collocated
+from rlinf.scheduler.shipped import collocated
 from rlinf.worker import RankContext, Worker, stage
 
 
@@ -38,20 +39,32 @@ class Local:
         for rank in ranks:
             self.boxes[group, rank].close(key, source, sent)
 
-    def acquire(self, phase, execution, ticket) -> None:
+    def begin(self, phase, execution) -> None:
         with self.changed:
-            book = self.books.setdefault((phase, execution), LeaseBook(self.tickets[phase]))
-            assert self.changed.wait_for(lambda: not book.blockers(ticket), timeout=10)
+            self.books.setdefault(execution, LeaseBook(self.tickets[phase]))
 
-    def release(self, phase, execution, ticket) -> None:
+    def acquire(self, execution, ticket) -> None:
         with self.changed:
-            self.books[phase, execution].release(ticket)
+            book = self.books[execution]
+            devices = book.tickets[ticket].devices
+
+            def mine() -> bool:
+                earlier = (other for number, other in list(self.books.items()) if number < execution)
+                return not book.blockers(ticket) and not any(other.open_on(devices) for other in earlier)
+
+            assert self.changed.wait_for(mine, timeout=20)
+
+    def release(self, execution, ticket) -> None:
+        with self.changed:
+            self.books[execution].release(ticket)
             self.changed.notify_all()
 
 
-def executors_of(graph: Graph, devices: int) -> tuple[list[Executor], Local]:
+def executors_of(
+    graph: Graph, devices: int, plan: Plan | None = None, staleness: int = 0
+) -> tuple[list[Executor], Local]:
     """One for each rank, over a wire of threads."""
-    compiled = compile_plan(graph, collocated(graph, devices))
+    compiled = compile_plan(graph, plan or collocated(graph, devices), staleness)
     wire = Local(compiled.tickets)
     executors = []
     for group, layout in compiled.layout.items():
@@ -65,15 +78,23 @@ def executors_of(graph: Graph, devices: int) -> tuple[list[Executor], Local]:
 
 
 def execute(
-    graph: Graph, devices: int, iterations: int = 1, first: int = 0, reports: list[Report] | None = None
+    graph: Graph,
+    devices: int,
+    iterations: int = 1,
+    first: int = 0,
+    reports: list[Report] | None = None,
+    plan: Plan | None = None,
+    staleness: int = 0,
 ) -> dict[tuple[str, int], Worker]:
-    executors, wire = executors_of(graph, devices)
+    executors, wire = executors_of(graph, devices, plan, staleness)
     failures: list[BaseException] = []
 
     def loop(executor: Executor) -> None:
         try:
-            for i in range(first, first + iterations):
-                report = executor.run(TRAIN, i, i)
+            last = first + iterations
+            for i in range(first, last):
+                wire.begin(TRAIN, i)
+                report = executor.run(Turn(TRAIN, i, i, first, last) if staleness else Turn(TRAIN, i, i, i, i))
                 if reports is not None:
                     reports.append(report)
         except BaseException as error:
@@ -171,7 +192,7 @@ class Source2(Worker):
     def train(self, batch: Batch) -> None:
         self.w += 1
 
-    def publish_weights(self, target, inline):
+    def publish_weights(self, target, inline, slot=0):
         self.sent += 1
         self.inline = inline
         return self.ctx.rank, float(self.w[0])
@@ -208,7 +229,7 @@ def test_generation_sees_the_weights_of_the_last_update_at_any_m_to_n(senders: i
 
 
 def test_the_bytes_themselves_are_sent_where_a_reader_is_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf.m2flow.executor.this_host", lambda: threading.current_thread().name)
+    monkeypatch.setattr("rlinf.m2flow.sync.this_host", lambda: threading.current_thread().name)
     flow = Workflow("w")
     sink, source = flow.worker(Sink, dp=2), flow.worker(Source2)
     source.train(sink.use(flow.source(Numbers())))

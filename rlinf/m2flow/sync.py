@@ -1,0 +1,94 @@
+"""Weights on their way from one group to another: who waits for whom, and which version is sent when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from rlinf.channel.mailbox import Mailbox
+from rlinf.host import this_host
+from rlinf.m2flow.plan import Stage
+from rlinf.m2flow.timeline import Doing
+from rlinf.worker import Worker
+
+if TYPE_CHECKING:
+    from rlinf.m2flow.executor import Wire
+
+
+class WeightSync:
+    """One rank's end of every sync that its group is a part of.
+
+    A reader says where it is when it is first there, and again after each version that it has taken over. A sender's
+    publication lies in memory that its readers map, so one may be made only when all of them are done with the one
+    whose memory it takes. Where readers are ``k`` versions behind, that needs ``k + 1`` slots: a sender then waits
+    only for what readers did in earlier executions.
+
+    Args:
+        worker: whose weights they are.
+        mailbox: of this rank.
+        wire: to the other ranks.
+        layout: group -> its stage of the plan.
+        spend: records what the time within is spent on.
+        slots: publications for one target that may be alive at once.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        mailbox: Mailbox,
+        wire: Wire,
+        layout: Mapping[str, Stage],
+        spend: Callable[[Doing, str, str], AbstractContextManager[None]],
+        slots: int = 1,
+    ) -> None:
+        self.worker, self.mailbox, self.wire, self.layout = worker, mailbox, wire, layout
+        self.spend, self.slots = spend, slots
+        self._version: dict[tuple[str, str], int] = {}  # (source, target) -> the last that was sent or taken over
+        self._count: dict[tuple[str, str], int] = {}  # (source, target) -> how many have been sent or taken over
+
+    def send(self, target: str, version: int) -> None:
+        """Publish a version to a group, unless it has it already."""
+        ctx = self.worker.ctx
+        pair = (ctx.group, target)
+        if self._version.get(pair) == version:
+            return
+        number, readers = self._count.get(pair, 0), self.layout[target].ranks
+        freed = max(number + 1 - self.slots, 0)
+        if freed or not number:
+            with self.spend(Doing.WEIGHTS, target, f"wait for {target} to be done with the last weights"):
+                hosts = set(self.mailbox.stream(("readers", *pair, freed), readers))
+            self._inline = hosts != {this_host()}
+        doing = f"send weights to {target}"
+        with self.spend(Doing.SYNC, doing, doing):
+            published = self.worker.publish_weights(target, inline=self._inline, slot=number % self.slots)
+            self._tell(target, ("weights", *pair, version), (ctx.rank, published))
+        self._version[pair], self._count[pair] = version, number + 1
+
+    def greet(self, source: str) -> None:
+        """Say where this rank is, once, before `receive`."""
+        pair = (source, self.worker.ctx.group)
+        if pair not in self._count:
+            self._count[pair] = 0
+            self._tell(source, ("readers", *pair, 0), this_host())
+
+    def receive(self, source: str, version: int) -> None:
+        """Take a version over, unless it is here already."""
+        ctx = self.worker.ctx
+        pair = (source, ctx.group)
+        if self._version.get(pair) == version:
+            return
+        number = self._count[pair]
+        ranks = self.layout[source].ranks
+        with self.spend(Doing.WEIGHTS, source, f"wait for version {version} of the weights of {source}"):
+            by_rank = dict(self.mailbox.stream(("weights", *pair, version), ranks))
+        doing = f"receive weights from {source}"
+        with self.spend(Doing.SYNC, doing, doing):
+            self.worker.receive_weights(version, [by_rank[rank] for rank in range(ranks)])
+        self._version[pair], self._count[pair] = version, number + 1
+        self._tell(source, ("readers", *pair, number + 1), this_host())
+
+    def _tell(self, group: str, key: tuple[Any, ...], item: Any) -> None:
+        every = list(range(self.layout[group].ranks))
+        self.wire.send(group, every, key, self.worker.ctx.rank, item)
+        self.wire.close(group, every, key, self.worker.ctx.rank, 1)
