@@ -16,7 +16,7 @@ USE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import rlinf
-import rlinf.scheduler.collocated
+import rlinf.scheduler.shipped
 from rlinf.train import load_graph
 cfg = rlinf.load_config(["+workflow=ppo", "model=tiny", "data=digits"])
 graph = load_graph(cfg)
@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_module_and_config_and_nothing_else(site: Path) ->
     found, expected = content(site / "rlinf"), content(ROOT / "rlinf")
     assert found.keys() == expected.keys()
     assert found == expected
-    assert {"workers/actor.py", "workflows/ppo.py", "scheduler/collocated.py", "configs/data/sums.yaml"} <= found.keys()
+    assert {"workers/actor.py", "workflows/ppo.py", "scheduler/shipped.py", "configs/data/sums.yaml"} <= found.keys()
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"rlinf"}
 
 

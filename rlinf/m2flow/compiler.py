@@ -30,13 +30,13 @@ class Pull:
 class Run:
     """Run a node on piece after piece until its rows end, and push what it writes to its consumers.
 
-    A node that updates its worker steps the optimiser at the boundaries of its minibatches. A source tells ``tells``
-    which rows it has made.
+    A node that updates its worker steps the optimiser at the boundaries of its minibatches. A source tells
+    the nodes ``tells`` which rows it has made: they take them piece by piece.
     """
 
     node: int
     targets: tuple[int, ...]
-    tells: tuple[str, ...] = ()
+    tells: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,12 +277,12 @@ class _Phase:
 
     def compile(self, in_turn: Sequence[Node]) -> tuple[dict[str, tuple[Op, ...]], tuple[Ticket, ...]]:
         targets: dict[int, list[int]] = {node.index: [] for node in in_turn}
-        tells: dict[int, set[str]] = {node.index: set() for node in in_turn}
+        tells: dict[int, list[int]] = {node.index: [] for node in in_turn}
         for node in sorted(in_turn, key=lambda node: node.index):
             for source in sorted(set(node.reads.values())):
                 targets[source].append(node.index)
             if self.granularity[node.index]:
-                tells[self.graph.lineage(node.index).source].add(node.worker)
+                tells[self.graph.lineage(node.index).source].append(node.index)
         active = {node.worker for node in in_turn}
         for sync in self.graph.syncs:
             if sync.target in active:
@@ -290,7 +290,7 @@ class _Phase:
         for node in in_turn:
             if node.reads:
                 self.programs[node.worker].append(Pull(node.index, tuple(sorted(set(node.reads.values())))))
-            run = Run(node.index, tuple(targets[node.index]), tuple(sorted(tells[node.index])))
+            run = Run(node.index, tuple(targets[node.index]), tuple(tells[node.index]))
             self._turn({node.worker: run})
         return {group: tuple(program) for group, program in self.programs.items()}, tuple(self.tickets)
 

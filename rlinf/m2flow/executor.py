@@ -149,7 +149,7 @@ class Executor:
 
     # Stages
 
-    def _run(self, turn: Turn, node: Node, targets: tuple[int, ...], tells: tuple[str, ...]) -> None:
+    def _run(self, turn: Turn, node: Node, targets: tuple[int, ...], tells: tuple[int, ...]) -> None:
         given = self._inputs.pop(node.index, None)
         report = self._report
         if (waits := node.starts - turn.done) > 0:
@@ -162,7 +162,7 @@ class Executor:
             assert isinstance(self.worker, Host)  # it alone runs sources, and keeps their cursors
             with self.spend(Doing.RUN, node.name):
                 made = self.worker.sources[node.name].next_batch()
-                self._tell(turn, node, tells, made)
+                self._tell(turn, tells, made)
                 outlet.push(made)
         else:
             assert given is not None  # a stage reads rows
@@ -190,11 +190,12 @@ class Executor:
                 if empty and made is None and node.writes:
                     raise WorkflowError(f"{node.name} declares that it writes {list(node.writes)} and returned nothing")
 
-    def _tell(self, turn: Turn, node: Node, groups: tuple[str, ...], made: Batch) -> None:
+    def _tell(self, turn: Turn, nodes: tuple[int, ...], made: Batch) -> None:
         """Ids of the rows that a source made, to those who take them piece by piece."""
-        for group in groups:
+        for index in nodes:
+            group = self.graph.nodes[index].worker
             every = list(range(self.compiled.layout[group].ranks))
-            key = ("rows", turn.execution, node.index)
+            key = ("rows", turn.execution, index)
             self.wire.send(group, every, key, 0, made[ROW].numpy())
             self.wire.close(group, every, key, 0, 1)
 
@@ -231,7 +232,7 @@ class _Input:
         lineage = executor.graph.lineage(node.index)
         assert lineage.factors is not None  # the compiler takes such stages whole
         dp = executor.compiled.layout[node.worker].dp
-        told = list(executor.mailbox.stream(("rows", self._turn.execution, lineage.source), 1))
+        told = list(executor.mailbox.stream(("rows", self._turn.execution, node.index), 1))
         ids = descend(np.concatenate(told), lineage.factors)
         collective = executor.worker.collective and ctx.world_size > 1
         expected = pieces(ids, lineage.group, node.spec.unit, dp, ctx.dp_rank, granularity, even=collective)

@@ -72,13 +72,19 @@ class Relative:
 
 
 class Learner(Worker):
+    """Two of its stages take rows as they come."""
+
     def __init__(self, cfg: Any, ctx: RankContext) -> None:
         super().__init__(cfg, ctx)
         self.w = 0
         self.seen: list[list[tuple[int, float, float, float]]] = []
         self.pieces: list[int] = []
 
-    @stage(reads=("y", "a", "w"), updates=True, streams=True)
+    @stage(reads=("y",), writes=("v",))
+    def values(self, batch: Batch) -> Batch:
+        return Batch({"v": batch["y"] * 0})
+
+    @stage(reads=("y", "a", "w", "v"), updates=True, streams=True)
     def train(self, rows: Batch | Iterable[Batch]) -> None:
         self.seen.append([])
         for batch in [rows] if isinstance(rows, Batch) else rows:
@@ -96,7 +102,7 @@ def graph_of(maker: int = 1, scores: int = 1, learner: int = 1, tp: int = 1) -> 
     make, score = flow.worker(Maker, dp=maker), flow.worker(Scores, dp=scores, tp=tp)
     learn = flow.worker(Learner, dp=learner)
     samples = score.score(make.make(flow.source(Numbers())))
-    learn.train(flow.map(Relative(), samples))
+    learn.train(learn.values(flow.map(Relative(), samples)))
     flow.sync(learn, make)
     return flow.build()
 
@@ -206,7 +212,7 @@ def test_a_consumer_works_while_its_producer_does() -> None:
     Gate.went_on.clear()
     flow = Workflow("w")
     make, score, learn = flow.worker(Slow), flow.worker(Gate), flow.worker(Learner)
-    learn.train(flow.map(Relative(), score.score(make.make(flow.source(Numbers())))))
+    learn.train(learn.values(flow.map(Relative(), score.score(make.make(flow.source(Numbers()))))))
     flow.sync(learn, make)
     graph = flow.build()
     plan = Piped((Stage("slow", (0,)), Stage("gate", (1,)), Stage("learner", (2,))), 4)
