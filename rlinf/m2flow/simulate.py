@@ -28,10 +28,9 @@ from rlinf.m2flow.compiler import (
 )
 from rlinf.m2flow.graph import Graph, Node
 from rlinf.m2flow.rows import Ints, Lineage, pieces
-from rlinf.m2flow.timeline import Doing, Span
+from rlinf.m2flow.timeline import Doing, RankId, Span
 
 Times = NDArray[np.float64]
-RankId = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Costs:
         nodes: node name -> its cost; a node that is not there takes no time.
         onload: group -> seconds.
         offload: group -> seconds.
-        sync: source and target group -> seconds on each side.
+        sync: source and target group -> seconds that sending takes.
+        receive: source and target group -> seconds that the target takes, where they are not those of ``sync``.
         rows: source node name -> rows that it makes in an iteration.
     """
 
@@ -58,6 +58,7 @@ class Costs:
     onload: Mapping[str, float] = field(default_factory=dict)
     offload: Mapping[str, float] = field(default_factory=dict)
     sync: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    receive: Mapping[tuple[str, str], float] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -126,6 +127,13 @@ class _Simulation:
         self.sent: dict[tuple[int, str, str], list[float]] = {}  # iteration, source, target
         self.ended: dict[int, list[float]] = {}  # iteration
         self.turns = self._earlier()
+        self.holders = {  # ticket -> the group whose turn it is, the first of several
+            op.ticket: group
+            for group in reversed(compiled.layout)
+            for op in compiled.programs[phase][group]
+            if isinstance(op, Acquire)
+        }
+        self.cuts: dict[int, list[list[Ints]]] = {}  # node -> pieces of each data-parallel rank
 
     def _earlier(self) -> list[list[int]]:
         """For each ticket the earlier ones that it must wait for: on each of its devices, the last before it."""
@@ -201,12 +209,19 @@ class _Simulation:
         return True
 
     def _pieces(self, rank: _Rank, node: Node) -> list[Ints]:
-        lineage = self.graph.lineage(node.index)
-        stage = self.compiled.layout[rank.group]
-        rows = np.arange(self._rows(lineage))
-        size = self.compiled.granularity[node.index]
-        even = rank.group in self.graph.workers and self.graph.workers[rank.group].cls.collective
-        return pieces(rows, lineage.group, node.spec.unit, stage.dp, rank.dp_rank, size, even)
+        if node.index not in self.cuts:
+            self.cuts[node.index] = self._cut(rank.group, node)
+        return list(self.cuts[node.index][rank.dp_rank])
+
+    def _cut(self, group: str, node: Node) -> list[list[Ints]]:
+        """Pieces of every data-parallel rank; as `pieces` does, but the most of all is looked for once."""
+        lineage, dp = self.graph.lineage(node.index), self.compiled.layout[group].dp
+        rows, size = np.arange(self._rows(lineage)), self.compiled.granularity[node.index]
+        cut = [pieces(rows, lineage.group, node.spec.unit, dp, rank, size, even=False) for rank in range(dp)]
+        if group in self.graph.workers and self.graph.workers[group].cls.collective:
+            most = max(map(len, cut))
+            cut = [[*mine, *[rows[:0]] * (most - len(mine))] for mine in cut]
+        return cut
 
     def _rows(self, lineage: Lineage) -> int:
         count = self.costs.rows.get(self.graph.nodes[lineage.source].name, 1)
@@ -280,19 +295,12 @@ class _Simulation:
         for key in waits:
             back = self.given_back.get(key, [])
             if len(back) < self.tickets[key[1]].holders:
-                return self._waits(rank, f"its turn on devices {sorted(mine)}", self._holder(key[1]))
+                return self._waits(rank, f"its turn on devices {sorted(mine)}", self.holders[key[1]])
             until = max(until, *back)
         if until > rank.clock:
             rank.spans.append(Span(Doing.LEASE, rank.group, rank.clock, until))
             rank.clock = until
         return True
-
-    def _holder(self, ticket: int) -> str:
-        """The group whose turn a ticket is."""
-        for rank in self.ranks:
-            if any(isinstance(op, Acquire) and op.ticket == ticket for op in rank.program):
-                return rank.group
-        return "nobody"
 
     def _receive(self, rank: _Rank, source: str) -> bool:
         iteration = max(rank.iteration - self.compiled.staleness, 0)
@@ -302,7 +310,9 @@ class _Simulation:
         if max(sent) > rank.clock:
             rank.spans.append(Span(Doing.WEIGHTS, source, rank.clock, max(sent)))
             rank.clock = max(sent)
-        self._spend(rank, Doing.SYNC, f"receive weights from {source}", self.costs.sync.get((source, rank.group), 0.0))
+        pair = (source, rank.group)
+        seconds = self.costs.receive.get(pair, self.costs.sync.get(pair, 0.0))
+        self._spend(rank, Doing.SYNC, f"receive weights from {source}", seconds)
         return True
 
     def _spend(self, rank: _Rank, doing: Doing, name: str, seconds: float, rows: int = 0) -> None:

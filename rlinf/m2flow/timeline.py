@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+RankId = tuple[str, int]  # group, rank
 
 
 class Doing(StrEnum):
@@ -38,3 +41,32 @@ class Span:
     start: float
     end: float
     rows: int = 0
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One execution of a phase by every rank.
+
+    Attributes:
+        phase: which.
+        step: training iterations that were done when it had ended.
+        spans: of each rank, in order.
+    """
+
+    phase: str
+    step: int
+    spans: Mapping[RankId, Sequence[Span]]
+
+    @property
+    def start(self) -> float:
+        """Seconds, as the spans count them; 0 without any."""
+        return min((spans[0].start for spans in self.spans.values() if spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        return max((span.end for spans in self.spans.values() for span in spans), default=0.0)
+
+    @property
+    def label(self) -> str:
+        """For people: ``step 3``, ``evaluate after step 4``."""
+        return f"step {self.step}" if self.phase == "train" else f"{self.phase} after step {self.step}"
