@@ -125,7 +125,7 @@ def compile_plan(graph: Graph, plan: Plan, staleness: int = 0) -> Compiled:
     programs, tickets = {}, {}
     for phase in (TRAIN, EVALUATE):
         in_turn = _in_turn(graph, phase, order)
-        programs[phase], tickets[phase] = _Phase(graph, layout, swapped, granularity, staleness).compile(in_turn)
+        programs[phase], tickets[phase] = _Phase(graph, layout, swapped, granularity).compile(in_turn)
     compiled = Compiled(programs, tickets, layout, granularity, staleness)
     for phase in (TRAIN, EVALUATE):
         check_ends(graph, compiled, phase)
@@ -141,8 +141,9 @@ def resident_bytes(plan: Plan, needs: Mapping[str, int]) -> dict[int, int]:
     """
     if isinstance(plan, Stage):
         return dict.fromkeys(plan.devices, needs.get(plan.worker, 0))
-    parts = [resident_bytes(part, needs) for part in plan.parts]
-    together = max if isinstance(plan, Shared) and plan.swap else sum
+    swaps = isinstance(plan, Shared) and plan.swap
+    parts = [resident_bytes(part, needs) for part in (stages(plan) if swaps else plan.parts)]
+    together = max if swaps else sum
     return {device: together(part.get(device, 0) for part in parts) for device in sorted(devices(plan))}
 
 
@@ -268,10 +269,8 @@ class _Phase:
         layout: Mapping[str, Stage],
         swapped: frozenset[str],
         granularity: Mapping[int, int],
-        staleness: int,
     ) -> None:
         self.graph, self.layout, self.swapped, self.granularity = graph, layout, swapped, granularity
-        self.staleness = staleness
         self.programs: dict[str, list[Op]] = {group: [] for group in layout}
         self.tickets: list[Ticket] = []
 
@@ -291,31 +290,26 @@ class _Phase:
             if node.reads:
                 self.programs[node.worker].append(Pull(node.index, tuple(sorted(set(node.reads.values())))))
             run = Run(node.index, tuple(targets[node.index]), tuple(tells[node.index]))
-            self._turn({node.worker: run})
+            self._turn(node.worker, run)
         return {group: tuple(program) for group, program in self.programs.items()}, tuple(self.tickets)
 
     def _sync(self, source: str, target: str) -> None:
         """A receiver takes the weights before its first stage of the phase.
 
-        On-policy, both have their turn together. Otherwise the sender does not wait for the receiver, which works on
-        samples of an earlier version meanwhile.
+        Each has a turn of its own: what is sent lies in host memory between the two, so both need not be on a device at
+        once, and a sender does not wait for a receiver that works on an earlier version.
         """
-        send, receive = SendWeights(target), ReceiveWeights(source)
-        if self.staleness:
-            self._turn({source: send})
-            self._turn({target: receive})
-        else:
-            self._turn({source: send, target: receive})
+        self._turn(source, SendWeights(target))
+        self._turn(target, ReceiveWeights(source))
 
-    def _turn(self, ops: Mapping[str, Op]) -> None:
-        """One operation of each of these groups, in one turn on all their devices."""
-        together = frozenset(device for group in ops for device in self.layout[group].devices)
-        ticket = len(self.tickets)
-        holders = sum(self.layout[group].ranks for group in ops if self.layout[group].devices)
-        if together:
-            self.tickets.append(Ticket(together, holders))
-        for group, op in ops.items():
-            swap = group in self.swapped
-            before: list[Op] = [Acquire(ticket), *([Onload()] if swap else [])]
-            after: list[Op] = [*([Offload()] if swap else []), Release(ticket)]
-            self.programs[group] += [*before, op, *after] if self.layout[group].devices else [op]
+    def _turn(self, group: str, op: Op) -> None:
+        """One operation of a group, in a turn on its devices."""
+        stage = self.layout[group]
+        if not stage.devices:
+            self.programs[group].append(op)
+            return
+        ticket, swap = len(self.tickets), group in self.swapped
+        self.tickets.append(Ticket(frozenset(stage.devices), stage.ranks))
+        before: list[Op] = [Acquire(ticket), *([Onload()] if swap else [])]
+        after: list[Op] = [*([Offload()] if swap else []), Release(ticket)]
+        self.programs[group] += [*before, op, *after]
