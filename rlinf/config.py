@@ -77,6 +77,7 @@ class PlanConfig:
     maker_devices: int = 0  # disaggregated, hybrid: devices that generate; 0: half of them
     swap: str = "auto"  # groups leave a device that they share between turns: auto (if memory asks) | always | never
     staleness: int = 0  # updates that the weights which make samples may be behind; 0: on-policy
+    in_flight: bool = False  # with staleness: generation goes on with newer weights as soon as they are there
 
 
 @dataclass

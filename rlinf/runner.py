@@ -22,6 +22,7 @@ from rlinf.m2flow.compiler import compile_plan
 from rlinf.m2flow.executor import Report
 from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN
 from rlinf.m2flow.plan import save_plan
+from rlinf.m2flow.record import Record
 from rlinf.preflight import Ready
 from rlinf.tracking import Samples, Trackers, open_trackers, redact
 
@@ -85,6 +86,7 @@ class _Run:
         self.fleet: Fleet
         self.trackers: Trackers
         self.samples: Samples
+        self.record: Record
 
     def run(self) -> Outcome:
         ready, cfg, console = self.ready, self.cfg, self.console
@@ -95,10 +97,12 @@ class _Run:
         self.fleet = Fleet(cluster, ready.graph, None, self._watch)  # type: ignore[arg-type]
         try:
             plan = ready.plan(cluster.devices)
-            self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness)
+            self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness, cfg.plan.in_flight)
             save_plan(plan, ready.output_dir / "plan.yaml")
             (ready.output_dir / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-            console.header(ready.lines(cluster.devices))
+            lines = ready.lines(cluster.devices)
+            console.header(lines)
+            self.record = Record(ready.graph, self.fleet.compiled, ready.output_dir, lines, console.note)
             with console.stage("devices"):
                 cluster.hold(console.note)
             with self._starting("workers"):
@@ -118,6 +122,7 @@ class _Run:
             finally:
                 self.trackers.close()
                 self.samples.close()
+                self.record.write()
         finally:
             self.fleet.close()
 
@@ -144,6 +149,7 @@ class _Run:
                 self._save()
         export = self._export() if cfg.checkpoint.export else None
         outcome = Outcome(self.step, self.before, self.after, self.saved, export, self.ready.output_dir)
+        self.record.write()
         self._say(outcome)
         return outcome
 
@@ -186,12 +192,14 @@ class _Run:
         self.trackers.log(self.step, values)
         self.samples.write(self.step, flatten_rows(reports))
         self.console.step(self.step, values, phases)
+        self.record.add(TRAIN, self.step, reports)
 
     def _evaluate(self) -> None:
         reports = self.fleet.execute(EVALUATE, self.step)
         values, _ = summarize(reports, self.fleet.compiled)
         self.trackers.log(self.step, {f"eval/{name}": value for name, value in values.items()})
         self.console.evaluation(self.step, values)
+        self.record.add(EVALUATE, self.step, reports)
         score = values.get(SCORE)
         if score is not None:
             self.before = score if self.step == 0 else self.before
@@ -243,6 +251,8 @@ class _Run:
             note(f"model        {outcome.export} (a Hugging Face directory)")
         beside = ["samples.jsonl", "logs/", *(["tensorboard/"] if self.cfg.logger.tensorboard else [])]
         note(f"metrics      {outcome.output_dir / 'metrics.jsonl'}; beside it {', '.join(beside)}")
+        if self.record.page.exists():
+            note(f"timeline     {self.record.page} (beside it trace.json for ui.perfetto.dev, costs.yaml)")
         if outcome.after is not None:
             before = "" if outcome.before is None else f"{outcome.before:.3f} -> "
             note(f"validation reward {before}{outcome.after:.3f} in {outcome.steps} steps")

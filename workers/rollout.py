@@ -70,7 +70,8 @@ class Rollout(Worker):
     ) -> Iterator[Batch]:
         """Yield each prompt's samples as soon as the last of them is finished.
 
-        Sample ``j`` of the prompt ``p`` has the row id ``p * samples + j`` and a seed derived from it.
+        Sample ``j`` of the prompt ``p`` has the row id ``p * samples + j`` and a seed derived from it. Its
+        ``weight_version`` is the oldest that may have had a part in it: weights can change between two yields.
 
         Args:
             batch: ``row_id`` int64 ``[n]`` and ``prompt_ids`` Ragged int64.
@@ -90,6 +91,7 @@ class Rollout(Worker):
         positions = {prompt: position for position, prompt in enumerate(prompts)}
         if len(positions) != len(prompts):
             raise DataError(f"row_id must be unique in a batch; {len(prompts)} rows have {len(positions)} ids")
+        version = self.version
         done: dict[int, list[Completion]] = {prompt: [] for prompt in prompts}
         finished, tokens, seconds, resumed = 0, 0, 0.0, time.perf_counter()
         self.ctx.report(0, len(requests))
@@ -103,7 +105,7 @@ class Rollout(Worker):
                 if len(done[prompt]) == samples:
                     group = sorted(done.pop(prompt), key=lambda c: c.key)
                     seconds += time.perf_counter() - resumed
-                    yield self._group(prompt, positions[prompt], group)
+                    yield self._group(prompt, positions[prompt], group, version)
                     resumed = time.perf_counter()  # the consumer's time is not the engine's
         if done:
             lost = {row: samples - len(some) for row, some in done.items()}
@@ -129,7 +131,7 @@ class Rollout(Worker):
                 requests.append(Request(key, row, tokens, derive(self.ctx.seed, "sample", key)))
         return requests
 
-    def _group(self, prompt: int, position: int, group: list[Completion]) -> Batch:
+    def _group(self, prompt: int, position: int, group: list[Completion], version: int) -> Batch:
         lengths = [len(c.tokens) for c in group]
         self.metrics.mean("response_length", sum(lengths) / len(group), len(group))
         self.metrics.max("response_length_max", max(lengths))
@@ -143,7 +145,7 @@ class Rollout(Worker):
                 "response_ids": Ragged.of((list(c.tokens) for c in group), torch.int64),
                 "rollout_logprobs": Ragged.of((list(c.logprobs) for c in group), torch.float32),
                 "truncated": torch.tensor([c.truncated for c in group]),
-                "weight_version": torch.full((len(group),), self.version),
+                "weight_version": torch.full((len(group),), version),
                 "response": self.tokenizer.batch_decode([list(c.tokens) for c in group], skip_special_tokens=True),
             }
         )

@@ -104,6 +104,11 @@ class Mailbox:
                     return items, complete
                 self._changed.wait()
 
+    def complete(self, key: Hashable, sources: int) -> bool:
+        """Whether all that will come under a key is there; it stays."""
+        with self._changed:
+            return key in self._slots and self._complete(self._slots[key], sources)
+
     @staticmethod
     def _complete(slot: _Slot, sources: int) -> bool:
         return len(slot.expected) == sources and all(slot.received[s] >= n for s, n in slot.expected.items())

@@ -142,8 +142,9 @@ class VllmEngine(Engine):
         self._rpc("start_weight_update")
         self._rpc("update_weights", update_info={})
         self._rpc("finish_weight_update")
-        if not self._engine.reset_prefix_cache():
-            raise ModelError("vLLM kept its prefix cache over a weight sync: requests were still running")
+        # Requests in flight are put back, and what they have so far is read again with the new weights.
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise ModelError("vLLM kept its prefix cache over a weight sync")
         self._torn = False
         if asleep:
             self.sleep()

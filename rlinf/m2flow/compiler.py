@@ -90,6 +90,7 @@ class Compiled:
         layout: group -> its stage of the plan.
         granularity: node -> rows that it takes at a time; 0: all of an iteration.
         staleness: updates that the weights which make samples may be behind those in training.
+        in_flight: a stage that makes rows takes newer weights over while it does, as soon as they are there.
     """
 
     programs: Mapping[str, Mapping[str, tuple[Op, ...]]]
@@ -97,9 +98,10 @@ class Compiled:
     layout: Mapping[str, Stage]
     granularity: Mapping[int, int]
     staleness: int = 0
+    in_flight: bool = False
 
 
-def compile_plan(graph: Graph, plan: Plan, staleness: int = 0) -> Compiled:
+def compile_plan(graph: Graph, plan: Plan, staleness: int = 0, in_flight: bool = False) -> Compiled:
     """Compile.
 
     Raises:
@@ -111,6 +113,8 @@ def compile_plan(graph: Graph, plan: Plan, staleness: int = 0) -> Compiled:
 
     if staleness < 0:
         raise PlacementError(f"staleness is {staleness}; 0 is on-policy, k lets generation run k updates ahead")
+    if in_flight and not staleness:
+        raise PlacementError("weights in flight need a staleness of 1 or more: on-policy samples are of one version")
     layout = _layout(graph, plan)
     _check_piped(plan)
     granularity = {node.index: _granularity(graph, plan, layout, node) for node in graph.nodes}
@@ -126,7 +130,7 @@ def compile_plan(graph: Graph, plan: Plan, staleness: int = 0) -> Compiled:
     for phase in (TRAIN, EVALUATE):
         in_turn = _in_turn(graph, phase, order)
         programs[phase], tickets[phase] = _Phase(graph, layout, swapped, granularity).compile(in_turn)
-    compiled = Compiled(programs, tickets, layout, granularity, staleness)
+    compiled = Compiled(programs, tickets, layout, granularity, staleness, in_flight)
     for phase in (TRAIN, EVALUATE):
         check_ends(graph, compiled, phase)
     return compiled

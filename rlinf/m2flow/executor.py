@@ -29,7 +29,7 @@ from rlinf.m2flow.compiler import (
     Run,
     SendWeights,
 )
-from rlinf.m2flow.graph import Graph, Node, Source
+from rlinf.m2flow.graph import TRAIN, Graph, Node, Source
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.inflow import Inflow
 from rlinf.m2flow.rows import descend, pieces
@@ -180,6 +180,7 @@ class Executor:
             call(iter(given), **node.options)
             given.end()
             return
+        newer = self._in_flight(node)
         for batch in given:
             with self.spend(Doing.RUN, node.name, rows=batch.n):
                 made = call(batch, self.worker.metrics) if node.call else call(batch, **node.options)
@@ -187,8 +188,17 @@ class Executor:
                 for piece in made if isinstance(made, GeneratorType) else [] if made is None else [made]:
                     empty = False
                     outlet.push(_complete(node, batch, piece))
+                    if newer:
+                        for source in newer:
+                            self._sync.newer(source)
                 if empty and made is None and node.writes:
                     raise WorkflowError(f"{node.name} declares that it writes {list(node.writes)} and returned nothing")
+
+    def _in_flight(self, node: Node) -> list[str]:
+        """Groups whose newer weights a stage takes over between the rows that it hands on."""
+        if not (self.compiled.in_flight and node.spec.expands and node.phase == TRAIN):
+            return []
+        return [sync.source for sync in self.graph.syncs if sync.target == node.worker]
 
     def _tell(self, turn: Turn, nodes: tuple[int, ...], made: Batch) -> None:
         """Ids of the rows that a source made, to those who take them piece by piece."""

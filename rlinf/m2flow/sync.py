@@ -76,7 +76,7 @@ class WeightSync:
         """Take a version over, unless it is here already."""
         ctx = self.worker.ctx
         pair = (source, ctx.group)
-        if self._version.get(pair) == version:
+        if self._version.get(pair, -1) >= version:
             return
         number = self._count[pair]
         ranks = self.layout[source].ranks
@@ -87,6 +87,13 @@ class WeightSync:
             self.worker.receive_weights(version, [by_rank[rank] for rank in range(ranks)])
         self._version[pair], self._count[pair] = version, number + 1
         self._tell(source, ("readers", *pair, number + 1), this_host())
+
+    def newer(self, source: str) -> None:
+        """Take the next version over if it is there already; the rows that are being made go on with it."""
+        pair = (source, self.worker.ctx.group)
+        version = self._version[pair] + 1
+        if self.mailbox.complete(("weights", *pair, version), self.layout[source].ranks):
+            self.receive(source, version)
 
     def _tell(self, group: str, key: tuple[Any, ...], item: Any) -> None:
         every = list(range(self.layout[group].ranks))

@@ -61,10 +61,10 @@ class Local:
 
 
 def executors_of(
-    graph: Graph, devices: int, plan: Plan | None = None, staleness: int = 0
+    graph: Graph, devices: int, plan: Plan | None = None, staleness: int = 0, in_flight: bool = False
 ) -> tuple[list[Executor], Local]:
     """One for each rank, over a wire of threads."""
-    compiled = compile_plan(graph, plan or collocated(graph, devices), staleness)
+    compiled = compile_plan(graph, plan or collocated(graph, devices), staleness, in_flight)
     wire = Local(compiled.tickets)
     executors = []
     for group, layout in compiled.layout.items():
@@ -85,8 +85,9 @@ def execute(
     reports: list[Report] | None = None,
     plan: Plan | None = None,
     staleness: int = 0,
+    in_flight: bool = False,
 ) -> dict[tuple[str, int], Worker]:
-    executors, wire = executors_of(graph, devices, plan, staleness)
+    executors, wire = executors_of(graph, devices, plan, staleness, in_flight)
     failures: list[BaseException] = []
 
     def loop(executor: Executor) -> None:

@@ -223,3 +223,44 @@ def test_a_consumer_works_while_its_producer_does() -> None:
     assert [span.rows for span in runs] == [4] * 6
     assert all(a.end <= b.start for a, b in zip(gate.spans, gate.spans[1:], strict=False))
     assert time.time() >= runs[-1].end
+
+
+class InFlight(Maker):
+    """Waits for the update of the iteration before to be on its way, after its first rows."""
+
+    @stage(reads=("x",), writes=("y", "w", "group_id"), unit=Unit.GROUP, expands=lambda cfg, options: 4)
+    def make(self, batch: Batch) -> Iterator[Batch]:
+        iteration = int(batch["row_id"][0]) // 6
+        for number, piece in enumerate(super().make(batch)):
+            if number == 3 and iteration == 1:
+                assert Published.sent.wait(10)
+            yield piece.plus(w=torch.full((4,), float(self.w)))
+
+
+class Published(Learner):
+    sent = threading.Event()
+
+    @stage(reads=("y", "a", "w", "v"), updates=True, streams=True)
+    def train(self, rows: Batch | Iterable[Batch]) -> None:
+        super().train(rows)
+
+    def publish_weights(self, target, inline, slot=0):
+        if self.w == 1:
+            threading.Timer(0.2, self.sent.set).start()  # by then it is with the maker
+        return self.w
+
+
+def test_in_flight_rows_that_come_after_newer_weights_are_made_with_them() -> None:
+    Published.sent.clear()
+    flow = Workflow("w")
+    make, score = flow.worker(InFlight), flow.worker(Scores)
+    learn = flow.worker(Published)
+    learn.train(learn.values(flow.map(Relative(), score.score(make.make(flow.source(Numbers()))))))
+    flow.sync(learn, make)
+    plan = Piped((Stage("inflight", (0,)), Stage("scores", (1,)), Stage("published", (2,))), 4)
+    workers = execute(flow.build(), 0, iterations=4, plan=plan, staleness=1, in_flight=True)
+    seen = workers["published", 0].seen
+    assert [sorted({row[3] for row in rows}) for rows in seen][:2] == [[0.0], [0.0, 1.0]]
+    for i, rows in enumerate(seen):
+        assert all(max(i - 1, 0) <= row[3] <= i for row in rows)
+        assert sorted(row[0] for row in rows) == list(range(i * 24, i * 24 + 24))
