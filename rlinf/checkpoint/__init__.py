@@ -5,6 +5,7 @@ Read in this order:
 - `tree`: a state (nested dicts) as a flat table of tensors and one of plain values;
 - `state`: `save_state` and `load_state`, called by all ranks of a worker group: torch's distributed checkpoint for
   tensors, JSON for plain values;
+- `planner`: who reads which box of what was saved, by the layouts of `rlinf.vps`;
 - `durable`: fsync of a tree, and file errors as `CheckpointError`;
 - `store`: `Checkpoints`, the driver's side: written aside, committed, found again, pruned;
 - `lock`: one run to an output directory.

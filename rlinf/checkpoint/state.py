@@ -1,8 +1,8 @@
 """One worker group's part of a checkpoint, written and read by all its ranks together.
 
 Both functions are collective when a process group is initialised, and work alone without one. Tensors go through
-``torch.distributed.checkpoint``: every rank writes its own shards, and a reader takes whatever pieces its own layout
-needs, so that a checkpoint of two ranks can be read by one or by four.
+``torch.distributed.checkpoint``: every rank writes its own shards. What a reader takes of them follows from the two
+layouts, see `rlinf.checkpoint.planner`, so that a checkpoint of two ranks can be read by one or by four.
 """
 
 from __future__ import annotations
@@ -77,8 +77,15 @@ def load_state(template: dict[str, Any], directory: Path) -> dict[str, Any]:
     if tensors:
         from torch.distributed.checkpoint import FileSystemReader, load
 
-        reader = FileSystemReader(directory)
-        _dcp("reading checkpoint", directory, lambda: load(tensors, storage_reader=reader, no_dist=not _grouped()))
+        from rlinf.checkpoint.planner import LayoutLoadPlanner
+
+        reader, planner = FileSystemReader(directory), LayoutLoadPlanner()
+        alone = not _grouped()
+        _dcp(
+            "reading checkpoint",
+            directory,
+            lambda: load(tensors, storage_reader=reader, planner=planner, no_dist=alone),
+        )
     return rebuild(template, lambda path, value: value if path in tensors else saved_plain[path])
 
 
