@@ -81,6 +81,13 @@ class PlanConfig:
 
 
 @dataclass
+class VpsConfig:
+    verify: bool = (
+        False  # weight syncs carry digests, and readers check what they take over; costs a read of all weights
+    )
+
+
+@dataclass
 class AlgorithmConfig:
     advantage: str = "gae"  # gae | grpo | import path of a function from this config to a map of your own
     gamma: float = 1.0  # discount (GAE)
@@ -126,6 +133,7 @@ class ActorConfig:
     tokens_per_micro_batch: int = 2048  # packed tokens in one forward and backward pass
     temperature: float = 1.0  # ${rollout.temperature}
     parity_bound: float = 0.0  # ${rollout.parity_bound}
+    verify_sync: bool = False  # ${vps.verify}
 
 
 @dataclass
@@ -196,6 +204,7 @@ class TrainConfig:
     reward: RewardConfig = MISSING
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    vps: VpsConfig = field(default_factory=VpsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -54,7 +54,7 @@ class Actor(TrainedWorker):
                 f"actor.temperature={self.cfg.temperature}: training needs samples from a distribution, above 0"
             )
         self.version = 0
-        self._publishers: dict[tuple[str, bool, int], Publisher] = {}
+        self._publishers: dict[tuple[str, int], Publisher] = {}
         self.ranks = prepare(self.ctx)
         self.source = resolve(self.cfg.model)
         self.model = load_policy(self.source, self.cfg.model, self.ctx.device, self.ranks.mesh)
@@ -101,11 +101,11 @@ class Actor(TrainedWorker):
         mesh = self.ranks.mesh
         space = space_of_tensors(tensors)
         shares = shares_of(space, tensors, self.ctx.rank, self.ctx.world_size, mesh)
-        key = (target, inline, slot)
-        if key not in self._publishers:
-            gather = None if inline else self.ranks.gather  # what travels by message is each rank's own
-            self._publishers[key] = Publisher(space, shares, self.ctx.rank, gather)
-        return self._publishers[key].publish(shares, inline=inline)
+        if (target, slot) not in self._publishers:
+            # What travels by message is each rank's own; a memory in common needs all ranks to have readers here alone.
+            gather = None if any(self.ranks.gather(inline)) else self.ranks.gather
+            self._publishers[target, slot] = Publisher(space, shares, self.ctx.rank, gather)
+        return self._publishers[target, slot].publish(shares, inline=inline, verify=self.cfg.verify_sync)
 
     def export(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory. A collective; rank 0 writes."""

@@ -130,6 +130,8 @@ class HFEngine(Engine):
             self._pull = source.hash, Pull(source, whole_layout(source.space, state))
         pull = self._pull[1]
         sources = [publication.buffers() for publication in publications]
+        for rank, publication in enumerate(publications):
+            publication.verify(rank, sources[rank])
         targets = {number: tensor.view(-1) for number, tensor in enumerate(state.values())}
         self._torn = True
         for tensor in pull.tensors:

@@ -45,6 +45,7 @@ class WeightSync:
         self.worker, self.mailbox, self.wire, self.layout = worker, mailbox, wire, layout
         self.spend, self.slots = spend, slots
         self._version: dict[tuple[str, str], int] = {}  # (source, target) -> the last that was sent or taken over
+        self._away: dict[str, list[int]] = {}  # target -> its ranks that are on other hosts
         self._count: dict[tuple[str, str], int] = {}  # (source, target) -> how many have been sent or taken over
 
     def send(self, target: str, version: int) -> None:
@@ -57,12 +58,16 @@ class WeightSync:
         freed = max(number + 1 - self.slots, 0)
         if freed or not number:
             with self.spend(Doing.WEIGHTS, target, f"wait for {target} to be done with the last weights"):
-                hosts = set(self.mailbox.stream(("readers", *pair, freed), readers))
-            self._inline = hosts != {this_host()}
+                hosts = dict(self.mailbox.stream(("readers", *pair, freed), readers))
+            self._away[target] = [rank for rank in range(readers) if hosts[rank] != this_host()]
+        away = self._away[target]
         doing = f"send weights to {target}"
         with self.spend(Doing.SYNC, doing, doing):
-            published = self.worker.publish_weights(target, inline=self._inline, slot=number % self.slots)
-            self._tell(target, ("weights", *pair, version), (ctx.rank, published))
+            published = self.worker.publish_weights(target, inline=bool(away), slot=number % self.slots)
+            key, here = ("weights", *pair, version), [rank for rank in range(readers) if rank not in away]
+            # Readers of this host map the memory; the bytes themselves go to the others alone.
+            self._tell(target, key, (ctx.rank, published.mapped() if away else published), here)
+            self._tell(target, key, (ctx.rank, published), away)
         self._version[pair], self._count[pair] = version, number + 1
 
     def greet(self, source: str) -> None:
@@ -70,7 +75,7 @@ class WeightSync:
         pair = (source, self.worker.ctx.group)
         if pair not in self._count:
             self._count[pair] = 0
-            self._tell(source, ("readers", *pair, 0), this_host())
+            self._tell(source, ("readers", *pair, 0), (self.worker.ctx.rank, this_host()))
 
     def receive(self, source: str, version: int) -> None:
         """Take a version over, unless it is here already."""
@@ -86,7 +91,7 @@ class WeightSync:
         with self.spend(Doing.SYNC, doing, doing):
             self.worker.receive_weights(version, [by_rank[rank] for rank in range(ranks)])
         self._version[pair], self._count[pair] = version, number + 1
-        self._tell(source, ("readers", *pair, number + 1), this_host())
+        self._tell(source, ("readers", *pair, number + 1), (ctx.rank, this_host()))
 
     def newer(self, source: str) -> None:
         """Take the next version over if it is there already; the rows that are being made go on with it."""
@@ -95,7 +100,9 @@ class WeightSync:
         if self.mailbox.complete(("weights", *pair, version), self.layout[source].ranks):
             self.receive(source, version)
 
-    def _tell(self, group: str, key: tuple[Any, ...], item: Any) -> None:
-        every = list(range(self.layout[group].ranks))
-        self.wire.send(group, every, key, self.worker.ctx.rank, item)
-        self.wire.close(group, every, key, self.worker.ctx.rank, 1)
+    def _tell(self, group: str, key: tuple[Any, ...], item: Any, ranks: list[int] | None = None) -> None:
+        """Send one item to ranks of a group, all by default."""
+        ranks = list(range(self.layout[group].ranks)) if ranks is None else ranks
+        if ranks:
+            self.wire.send(group, ranks, key, self.worker.ctx.rank, item)
+            self.wire.close(group, ranks, key, self.worker.ctx.rank, 1)

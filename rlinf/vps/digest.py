@@ -100,6 +100,20 @@ def total(parts: Sequence[Digests]) -> Digests:
     return {kind: sum(part.get(kind, 0) for part in parts) & _MASK for kind in sorted(kinds)}
 
 
+@torch.no_grad()
+def digest_of_box(values: torch.Tensor, name: str, start: Sequence[int]) -> int:
+    """What one box of a tensor adds to the digest, in the dtype that it has.
+
+    Args:
+        values: the box, of any strides.
+        name: of its tensor.
+        start: its first coordinate.
+    """
+    if not values.ndim:
+        return _box(values.reshape(1), values.dtype, name, (0,))
+    return _box(values, values.dtype, name, start) if values.numel() else 0
+
+
 def _box(box: torch.Tensor, dtype: torch.dtype, name: str, start: Sequence[int]) -> int:
     """The sum over one box."""
     *lead, last = box.shape

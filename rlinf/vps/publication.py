@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rlinf.host import this_host
+from rlinf.vps.digest import digest_of_box
 from rlinf.vps.dtensor import boxes_of, dtype_name
 from rlinf.vps.layout import Buffer, ExplicitLayout, Pieces, RankLayout, dense
 from rlinf.vps.memory import Handle, Memory, read_only
@@ -49,6 +50,7 @@ class Publication:
         handle: of the memory.
         changed: whether any value differs from the publication before it in the same memory; true of the first.
         inline: uint8 ``[nbytes]``, the bytes themselves, where a reader is on another host.
+        digests: of each piece of the layout, as the source rank holds it, where readers are to verify.
     """
 
     space: Space
@@ -56,6 +58,7 @@ class Publication:
     handle: Handle
     changed: bool
     inline: np.ndarray | None = None
+    digests: tuple[int, ...] | None = None
 
     def buffers(self, memory: Memory | None = None) -> list[torch.Tensor]:
         """The buffers of the layout, flat and not to be written to.
@@ -72,10 +75,40 @@ class Publication:
             data = (memory or Memory.attach(self.handle)).data
         return _buffers(data, self.layout.buffers)
 
+    def verify(self, rank: int, buffers: Sequence[torch.Tensor]) -> None:
+        """Make sure that what a reader has before it is what the source rank holds.
+
+        Args:
+            rank: of the source, for the message.
+            buffers: as `buffers` gave them.
+
+        Raises:
+            LayoutError: a digest differs; names the tensor, its box, and the rank.
+        """
+        pieces = self.layout.pieces
+        for row, expected in enumerate(self.digests or ()):
+            tensor = self.space.tensors[int(pieces.tensor[row])]
+            ndim = len(tensor.shape)
+            start, size = pieces.start[row, :ndim].tolist(), pieces.size[row, :ndim].tolist()
+            flat = buffers[int(pieces.buffer[row])]
+            first = int(flat.storage_offset()) + int(pieces.offset[row])
+            if (
+                digest_of_box(flat.as_strided(size, pieces.stride[row, :ndim].tolist(), first), tensor.name, start)
+                != expected
+            ):
+                raise LayoutError(
+                    f"{tensor.name}: box from {start} of {size} is not what source rank {rank} holds (its digest "
+                    "differs): it was changed after it was published; nothing was taken over"
+                )
+
+    def mapped(self) -> Publication:
+        """The same without the bytes themselves, for readers on the host that it is on."""
+        return replace(self, inline=None)
+
     def here(self) -> tuple[Publication, Memory | None]:
         """The same in memory of this host, for readers that the bytes do not reach by message; keep the memory."""
         if self.handle.host == this_host():
-            return replace(self, inline=None), None
+            return self.mapped(), None
         if self.inline is None:
             raise LayoutError("weights of another host came without their bytes")
         memory = Memory.create(self.handle.nbytes)
@@ -163,17 +196,32 @@ class Publisher:
         ]
 
     @torch.no_grad()
-    def publish(self, shares: Sequence[Share], *, inline: bool = False) -> Publication:
+    def publish(self, shares: Sequence[Share], *, inline: bool = False, verify: bool = False) -> Publication:
         """Copy the shares, which are those of the start with the values of now.
 
         Whoever reads the last publication must be done: its bytes are overwritten.
+
+        Args:
+            shares: of this rank.
+            inline: some reader is on another host.
+            verify: add digests, so that readers check what they read.
         """
         changed = not self._published or self._differs(shares)
         for into, share in zip(self._into, shares, strict=True):
             into.copy_(share.values)
         self._published = True
         data = self.memory.data
-        return Publication(self.space, self.layout, self.memory.handle, changed, data.numpy() if inline else None)
+        names = self.space.tensors
+        full = [share for share in shares if share.values.numel()]
+        digests = [digest_of_box(s.values, names[s.tensor].name, s.start) for s in full] if verify else None
+        return Publication(
+            self.space,
+            self.layout,
+            self.memory.handle,
+            changed,
+            data.numpy() if inline else None,
+            None if digests is None else tuple(digests),
+        )
 
     def _differs(self, shares: Sequence[Share]) -> bool:
         """Whether the memory holds other values. Small tensors first: mostly the first one tells."""

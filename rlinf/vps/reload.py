@@ -11,7 +11,7 @@ from torch import nn
 
 from rlinf.vps.layout import DTYPES, Buffer, ExplicitLayout, Pieces, RankLayout, dense
 from rlinf.vps.pull import Pull, Sources
-from rlinf.vps.space import Kind
+from rlinf.vps.space import Kind, LayoutError, few
 from rlinf.vps.trace import Traced, view_of
 
 ALIGNED = 64  # bytes
@@ -113,6 +113,16 @@ class Way:
             self._seen = True
             self.in_place = self._as_loaded(sources)
             self._split()
+
+    def verify(self, sources: Sources) -> None:
+        """Make sure that parameters that are written in place hold what the sources do.
+
+        Raises:
+            LayoutError: one does not; names it.
+        """
+        wrong = [name for i, name in enumerate(self._names) if name in self.in_place and not self._holds(i, sources)]
+        if wrong:
+            raise LayoutError(f"after the weight sync {few(wrong)} of the engine are not what the sources hold")
 
     def _as_loaded(self, sources: Sources) -> frozenset[str]:
         """Parameters that hold what the layout says, and keep it when their layer is processed once more.

@@ -72,11 +72,14 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Map what all source ranks published, in the order of their layout. From now on their end does no harm.
 
         Raises:
-            LayoutError: a source rank has ended.
+            LayoutError: a source rank has ended, or what it published is not what it holds.
         """
         handles = [p.handle for p in publications if p.handle.host == this_host()]
         self._memories = {handle: self._memories.get(handle) or Memory.attach(handle) for handle in handles}
         self._sources = [p.buffers(self._memories.get(p.handle)) for p in publications]
+        for rank, publication in enumerate(publications):
+            publication.verify(rank, self._sources[rank])
+        self._verifies = any(publication.digests for publication in publications)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -114,6 +117,8 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._timed("load"), torch.device(self.device):
             finalize_layerwise_reload(self._way.reloaded, self.model_config)
             self._way.finish(self._sources)
+        if self._verifies:
+            self._way.verify(self._sources)
         self._sources = []
 
     @property

@@ -131,9 +131,15 @@ class Source:
                 first += part.shape[along]
         return found
 
-    def publish(self, weights: dict[str, torch.Tensor], inline: bool = False) -> list[Publication]:
+    def publish(
+        self, weights: dict[str, torch.Tensor], inline: bool = False, verify: bool = False
+    ) -> list[Publication]:
         shares = self._shares(weights)
-        return [p.publish(own, inline=inline) for p, own in zip(self._publishers, shares, strict=True)]
+        return [p.publish(own, inline=inline, verify=verify) for p, own in zip(self._publishers, shares, strict=True)]
+
+    def flip(self, rank: int) -> None:
+        """One bit of what a rank has published is another one now."""
+        self._publishers[rank].memory.data[1000] ^= 1
 
     def spoil(self) -> None:
         """Nothing that was published is there any more."""

@@ -285,6 +285,31 @@ def test_a_source_that_has_ended_leaves_an_engine_with_the_weights_that_it_has(e
     assert oracle.run(engine, given) == expected
 
 
+def test_what_was_changed_after_it_was_published_is_refused_by_name(engine: Engine, model: Any) -> None:
+    given = oracle.requests(samples=1)
+    oracle.deliver(engine, dict(model.named_parameters()))
+    expected = oracle.run(engine, given)
+    source = oracle.Source(weights := oracle.other(model, seed=6), ranks=2)
+    publications = source.publish(weights, verify=True)
+    source.flip(rank=1)
+    with pytest.raises(LayoutError, match=r"box from \[.*\] is not what source rank 1 holds") as found:
+        engine.load_weights(publications)
+    assert any(name in str(found.value) for name in weights)
+    assert oracle.run(engine, given) == expected  # it goes on with the weights that it has
+
+
+@pytest.mark.usefixtures("restored")
+def test_weights_that_are_verified_are_taken_over(engine: Engine, model: Any) -> None:
+    for seed in (7, 8):  # the first sync of an engine reloads all, later ones write in place
+        source = oracle.Source(weights := oracle.other(model, seed=seed), ranks=2)
+        engine.load_weights(source.publish(weights, verify=True))
+        newer = copy.deepcopy(model)
+        newer.load_state_dict(weights, strict=False)
+        newer.tie_weights()
+        (request,) = oracle.requests(samples=1, rows=[1])
+        assert list(oracle.run(engine, [request])[request.key].tokens) == oracle.greedy(newer, request.prompt, 12, ENDS)
+
+
 # The last that uses the engines: it leaves them useless, as it should.
 def test_an_engine_that_fails_half_way_through_a_sync_speaks_no_more(
     engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -103,7 +104,9 @@ def execute(
             for box in wire.boxes.values():
                 box.cancel()
 
-    threads = [threading.Thread(target=loop, args=(e,)) for e in executors]
+    threads = [
+        threading.Thread(target=loop, args=(e,), name=f"{e.worker.ctx.group}-{e.worker.ctx.rank}") for e in executors
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -229,13 +232,35 @@ def test_generation_sees_the_weights_of_the_last_update_at_any_m_to_n(senders: i
         assert not workers["source2", rank].inline
 
 
-def test_the_bytes_themselves_are_sent_where_a_reader_is_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf.m2flow.sync.this_host", lambda: threading.current_thread().name)
+@dataclass
+class Parcel:
+    bytes_too: bool
+
+    def mapped(self) -> Parcel:
+        return Parcel(False)
+
+
+class Parcels(Source2):
+    def publish_weights(self, target, inline, slot=0):
+        return Parcel(inline)
+
+
+class Unpacks(Sink):
+    def receive_weights(self, version, publications) -> None:
+        self.version, self.a = version, 0.0
+        self.got = [parcel.bytes_too for parcel in publications]
+
+
+def test_the_bytes_themselves_are_sent_to_readers_on_another_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"unpacks-0": "a", "unpacks-1": "b", "parcels-0": "a", "parcels-1": "b"}
+    monkeypatch.setattr("rlinf.m2flow.sync.this_host", lambda: hosts[threading.current_thread().name])
     flow = Workflow("w")
-    sink, source = flow.worker(Sink, dp=2), flow.worker(Source2)
+    sink, source = flow.worker(Unpacks, dp=2), flow.worker(Parcels, dp=2)
     source.train(sink.use(flow.source(Numbers())))
     flow.sync(source, sink)
-    assert execute(flow.build(), devices=2)["source2", 0].inline
+    workers = execute(flow.build(), devices=2, iterations=2)
+    assert workers["unpacks", 0].got == [False, True]
+    assert workers["unpacks", 1].got == [True, False]
 
 
 class Late(Source2):
