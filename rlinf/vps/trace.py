@@ -66,12 +66,12 @@ def trace(model: nn.Module, space: Space, aliases: Mapping[str, str] | None = No
 
     Raises:
         LayoutError: an element of a parameter is neither loaded nor padding, is written twice, or is computed from
-            what is loaded; names the parameter.
+            what is loaded; a buffer is filled with what is loaded. It names the parameter or buffer.
     """
     every = dict(model.named_parameters(remove_duplicate=False))
     tied = dict(aliases or {}) or tied_names(model)
     parameters = {name: p for name, p in every.items() if name not in tied}
-    record = _Record(parameters, space)
+    record = _Record(parameters, dict(model.named_buffers()), space)
     meta = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in space.tensors]
     record.run(model, dict(enumerate(meta)))
     for tensor in sorted(record.again):
@@ -102,8 +102,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 class _Record(TorchDispatchMode):
     """Notes copies from sources to parameters, and stands in for them."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], space: Space) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], space: Space
+    ) -> None:
         super().__init__()
+        self._buffers = {_storage(buffer): name for name, buffer in buffers.items()}
         self.names = list(parameters)
         self.targets = {_storage(p): i for i, p in enumerate(parameters.values())}
         self.sizes = [_elements(p) for p in parameters.values()]
@@ -139,6 +142,13 @@ class _Record(TorchDispatchMode):
             raise LayoutError(
                 f"the loader changes {self.names[target]} by {func}, which is neither a copy of what is loaded nor a "
                 "fill: its layout cannot be told from its loader"
+            )
+        buffer = self._buffers.get(_storage(tensors[0])) if tensors else None
+        if buffer is not None and from_sources and func._schema.is_mutable:
+            raise LayoutError(
+                f"the loader fills {buffer}, a buffer of the engine's model, with "
+                f"{self.space.tensors[from_sources[0]].name}: only parameters take part in a weight sync, and this would "
+                "keep its old values"
             )
         if from_sources and func in CASTS and not tensors[0].is_meta:
             return tensors[0]

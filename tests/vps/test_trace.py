@@ -186,6 +186,23 @@ def test_what_is_no_layout_is_an_error_that_names_the_parameter(load: Any, text:
         trace(Odd((6, 4), load), space({"w": torch.zeros(6, 4)}))
 
 
+def test_a_buffer_that_the_loader_fills_is_named_with_its_source_and_keeps_its_values() -> None:
+    class Biased(Odd):
+        def __init__(self) -> None:
+            super().__init__((6, 4), None)
+            self.register_buffer("bias", torch.ones(6, 4))
+
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor)
+                self.bias[2:].copy_(tensor[2:])
+
+    model = Biased()
+    with pytest.raises(LayoutError, match="the loader fills bias, a buffer of the engine's model, with w"):
+        trace(model, space({"w": torch.zeros(6, 4)}))
+    assert (model.bias == 1).all()
+
+
 @given(st.data())
 def test_boxes_of_a_view_are_its_elements_one_by_one(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
