@@ -147,8 +147,8 @@ class _Record(TorchDispatchMode):
         if buffer is not None and from_sources and func._schema.is_mutable:
             raise LayoutError(
                 f"the loader fills {buffer}, a buffer of the engine's model, with "
-                f"{self.space.tensors[from_sources[0]].name}: only parameters take part in a weight sync, and this would "
-                "keep its old values"
+                f"{self.space.tensors[from_sources[0]].name}: only parameters take part in a weight sync, and this "
+                "would keep its old values"
             )
         if from_sources and func in CASTS and not tensors[0].is_meta:
             return tensors[0]
