@@ -130,7 +130,7 @@ class Worker:
 
         Args:
             target: the group that is going to read it.
-            inline: some reader is on another host, and needs the bytes themselves.
+            inline: some reader is on another host, and needs the bytes themselves (`Publication.carried`).
             slot: which of the target's publications this one takes the place of.
         """
         raise TypeError(f"{type(self).__name__} has no weights to send; flow.sync's first argument must have")

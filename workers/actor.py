@@ -102,9 +102,7 @@ class Actor(TrainedWorker):
         space = space_of_tensors(tensors)
         shares = shares_of(space, tensors, self.ctx.rank, self.ctx.world_size, mesh)
         if (target, slot) not in self._publishers:
-            # What travels by message is each rank's own; a memory in common needs all ranks to have readers here alone.
-            gather = None if any(self.ranks.gather(inline)) else self.ranks.gather
-            self._publishers[target, slot] = Publisher(space, shares, self.ctx.rank, gather)
+            self._publishers[target, slot] = Publisher(space, shares, self.ctx.rank, self.ranks.gather)
         return self._publishers[target, slot].publish(shares, inline=inline, verify=self.cfg.verify_sync)
 
     def export(self, directory: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from rlinf.errors import ConfigError, ModelError
 from rlinf.generation.checkpoint import check_checkpoint
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
+from rlinf.vps.brief import Told
 from rlinf.vps.memory import Memory
 from rlinf.vps.publication import Publication, joined
 from rlinf.vps.space import LayoutError, few
@@ -39,6 +40,7 @@ class VllmEngine(Engine):
         self._asleep = False
         self._agreed: str | None = None  # hash of the source's layout that the workers have planned for
         self._memories: tuple[Memory | None, ...] = ()
+        self._told = Told()
         _set_environment(spec)
 
         from vllm.config import WeightTransferConfig
@@ -160,7 +162,8 @@ class VllmEngine(Engine):
         if not known:
             lacking = check_checkpoint(source.space, self._spec.model_dir)
         self._agreed = None
-        wrong = self._rpc("prepare_weights", source=None if known else source, publications=publications)
+        told = [self._told.brief(rank, publication) for rank, publication in enumerate(publications)]
+        wrong = self._rpc("prepare_weights", source=None if known else source, publications=told)
         if error := next(filter(None, wrong), None):
             left = f"; what was published leaves out {few(lacking)}" if lacking else ""
             raise LayoutError(f"the engine cannot take over these weights: {error}{left}")

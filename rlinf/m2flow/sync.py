@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,20 @@ from rlinf.channel.mailbox import Mailbox
 from rlinf.host import this_host
 from rlinf.m2flow.plan import Stage
 from rlinf.m2flow.timeline import Doing
+from rlinf.vps.brief import Heard, Told
 from rlinf.worker import Worker
 
 if TYPE_CHECKING:
     from rlinf.m2flow.executor import Wire
 
+logger = logging.getLogger(__name__)
+
 
 class WeightSync:
     """One rank's end of every sync that its group is a part of.
 
-    A reader says where it is when it is first there, and again after each version that it has taken over. A sender's
+    A reader says where it is when it is first there, and again after each version that it has taken over. It maps the
+    memory of senders on its host; senders on other hosts send it their bytes. What lies where is sent once. A sender's
     publication lies in memory that its readers map, so one may be made only when all of them are done with the one
     whose memory it takes. Where readers are ``k`` versions behind, that needs ``k + 1`` slots: a sender then waits
     only for what readers did in earlier executions.
@@ -45,8 +50,9 @@ class WeightSync:
         self.worker, self.mailbox, self.wire, self.layout = worker, mailbox, wire, layout
         self.spend, self.slots = spend, slots
         self._version: dict[tuple[str, str], int] = {}  # (source, target) -> the last that was sent or taken over
-        self._away: dict[str, list[int]] = {}  # target -> its ranks that are on other hosts
         self._count: dict[tuple[str, str], int] = {}  # (source, target) -> how many have been sent or taken over
+        self._ways: dict[str, tuple[list[int], list[int]]] = {}  # target -> its ranks on this host, and on others
+        self._told, self._heard = Told(), Heard()
 
     def send(self, target: str, version: int) -> None:
         """Publish a version to a group, unless it has it already."""
@@ -59,15 +65,19 @@ class WeightSync:
         if freed or not number:
             with self.spend(Doing.WEIGHTS, target, f"wait for {target} to be done with the last weights"):
                 hosts = dict(self.mailbox.stream(("readers", *pair, freed), readers))
-            self._away[target] = [rank for rank in range(readers) if hosts[rank] != this_host()]
-        away = self._away[target]
+            if target not in self._ways:
+                self._ways[target] = self._choose(target, hosts)
+        here, away = self._ways[target]
         doing = f"send weights to {target}"
         with self.spend(Doing.SYNC, doing, doing):
             published = self.worker.publish_weights(target, inline=bool(away), slot=number % self.slots)
-            key, here = ("weights", *pair, version), [rank for rank in range(readers) if rank not in away]
+            key = ("weights", *pair, version)
             # Readers of this host map the memory; the bytes themselves go to the others alone.
-            self._tell(target, key, (ctx.rank, published.mapped() if away else published), here)
-            self._tell(target, key, (ctx.rank, published), away)
+            if here:
+                mapped = published.mapped() if away else published
+                self._tell(target, key, (ctx.rank, self._told.brief((target, "here"), mapped)), here)
+            if away:
+                self._tell(target, key, (ctx.rank, self._told.brief((target, "away"), published.carried())), away)
         self._version[pair], self._count[pair] = version, number + 1
 
     def greet(self, source: str) -> None:
@@ -89,7 +99,8 @@ class WeightSync:
             by_rank = dict(self.mailbox.stream(("weights", *pair, version), ranks))
         doing = f"receive weights from {source}"
         with self.spend(Doing.SYNC, doing, doing):
-            self.worker.receive_weights(version, [by_rank[rank] for rank in range(ranks)])
+            whole = [self._heard.whole(f"{source} rank {rank}", by_rank[rank]) for rank in range(ranks)]
+            self.worker.receive_weights(version, whole)
         self._version[pair], self._count[pair] = version, number + 1
         self._tell(source, ("readers", *pair, number + 1), (ctx.rank, this_host()))
 
@@ -100,9 +111,22 @@ class WeightSync:
         if self.mailbox.complete(("weights", *pair, version), self.layout[source].ranks):
             self.receive(source, version)
 
+    def _choose(self, target: str, hosts: Mapping[int, str]) -> tuple[list[int], list[int]]:
+        """Which way serves each reader: those of this host map memory, the others get bytes."""
+        here = sorted(rank for rank, host in hosts.items() if host == this_host())
+        away = sorted(set(hosts) - set(here))
+        logger.info(
+            "weights of %s rank %d: %s ranks %s map its memory, ranks %s are on other hosts and get its bytes",
+            self.worker.ctx.group,
+            self.worker.ctx.rank,
+            target,
+            here,
+            away,
+        )
+        return here, away
+
     def _tell(self, group: str, key: tuple[Any, ...], item: Any, ranks: list[int] | None = None) -> None:
         """Send one item to ranks of a group, all by default."""
         ranks = list(range(self.layout[group].ranks)) if ranks is None else ranks
-        if ranks:
-            self.wire.send(group, ranks, key, self.worker.ctx.rank, item)
-            self.wire.close(group, ranks, key, self.worker.ctx.rank, 1)
+        self.wire.send(group, ranks, key, self.worker.ctx.rank, item)
+        self.wire.close(group, ranks, key, self.worker.ctx.rank, 1)

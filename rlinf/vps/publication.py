@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,24 +42,49 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Publication:
-    """One rank's share of the weights.
+class Description:
+    """What a source rank publishes, and where it lies; the same from sync to sync.
 
     Attributes:
         space: of the whole model; the same on every source rank.
-        layout: where in its memory this share lies; a buffer for each dtype.
-        handle: of the memory.
-        changed: whether any value differs from the publication before it in the same memory; true of the first.
-        inline: uint8 ``[nbytes]``, the bytes themselves, where a reader is on another host.
-        digests: of each piece of the layout, as the source rank holds it, where readers are to verify.
+        layout: where in its bytes this rank's share lies; a buffer for each dtype.
     """
 
     space: Space
     layout: RankLayout
+
+    @cached_property
+    def hash(self) -> str:
+        return ExplicitLayout(self.space, (self.layout,), (0,)).hash
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One rank's share of the weights.
+
+    Attributes:
+        description: what is published, and where it lies.
+        handle: of the memory.
+        changed: whether any value differs from the publication before it in the same memory; true of the first.
+        inline: uint8 ``[nbytes]``, the bytes themselves, for a reader on another host.
+        digests: of each piece of the layout, as the source rank holds it, where readers are to verify.
+        abroad: the same with the bytes themselves, where there are readers on other hosts.
+    """
+
+    description: Description
     handle: Handle
     changed: bool
     inline: np.ndarray | None = None
     digests: tuple[int, ...] | None = None
+    abroad: Publication | None = None
+
+    @property
+    def space(self) -> Space:
+        return self.description.space
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.description.layout
 
     def buffers(self, memory: Memory | None = None) -> list[torch.Tensor]:
         """The buffers of the layout, flat and not to be written to.
@@ -102,8 +128,18 @@ class Publication:
                 )
 
     def mapped(self) -> Publication:
-        """The same without the bytes themselves, for readers on the host that it is on."""
-        return replace(self, inline=None)
+        """What readers on its host get: they map the memory."""
+        return replace(self, inline=None, abroad=None)
+
+    def carried(self) -> Publication:
+        """What readers on other hosts get: the bytes of this rank's share.
+
+        Raises:
+            LayoutError: it was published for readers of its host alone.
+        """
+        if self.abroad is None:
+            raise LayoutError("what was published for readers of its host alone has no bytes for another host")
+        return self.abroad
 
     def here(self) -> tuple[Publication, Memory | None]:
         """The same in memory of this host, for readers that the bytes do not reach by message; keep the memory."""
@@ -151,7 +187,7 @@ class Publisher:
     """Publishes a rank's share again and again, in one memory.
 
     Ranks of one host can have the memory in common. Each copies its share to where it belongs in the whole tensors, and
-    so a reader that wants whole tensors finds them put together.
+    so a reader that wants whole tensors finds them put together. What goes to other hosts is this rank's share alone.
 
     Args:
         space: of the whole model.
@@ -174,26 +210,20 @@ class Publisher:
     ) -> None:
         self.space = space
         self._published = False
-        common = gather is not None and len(set(gather(this_host()))) == 1
-        places, sizes = _in_whole_tensors(space, shares) if common else _one_after_the_other(shares)
-        buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
-        rows, dtypes = [], list(sizes)
-        for share, (offset, stride) in zip(shares, places, strict=True):
-            shape, at = tuple(share.values.shape), dtypes.index(dtype_name(share.values))
-            rows.append((share.tensor, int(Kind.PARAMETER), share.start, shape, at, offset, stride))
-        self.layout = RankLayout(Pieces.of(rows, space.ndim), buffers)
-        nbytes = _starts(buffers)[-1]
-        if gather is not None and common:
+        self._common = gather is not None and len(set(gather(this_host()))) == 1
+        self._here = _described(
+            space, shares, *(_in_whole_tensors if self._common else _one_after_the_other)(space, shares)
+        )
+        self.layout = self._here.layout
+        nbytes = _starts(self.layout.buffers)[-1]
+        if gather is not None and self._common:
             made = Memory.create(nbytes) if rank == 0 else None
             handle = gather(made and made.handle)[0]
             self.memory = made or Memory.attach(handle)
         else:
             self.memory = Memory.create(nbytes)
-        flat = _buffers(self.memory.data, buffers)
-        self._into = [
-            flat[at].as_strided(size, stride, int(flat[at].storage_offset()) + offset)
-            for _, _, _, size, at, offset, stride in rows
-        ]
+        self._into = _places(self._here, self.memory.data)
+        self._abroad: tuple[Description, torch.Tensor] | None = None
 
     @torch.no_grad()
     def publish(self, shares: Sequence[Share], *, inline: bool = False, verify: bool = False) -> Publication:
@@ -203,25 +233,32 @@ class Publisher:
 
         Args:
             shares: of this rank.
-            inline: some reader is on another host.
+            inline: there are readers on other hosts; see `Publication.carried`.
             verify: add digests, so that readers check what they read.
         """
-        changed = not self._published or self._differs(shares)
-        for into, share in zip(self._into, shares, strict=True):
+        held = [share for share in shares if share.values.numel()]
+        changed = not self._published or self._differs(held)
+        for into, share in zip(self._into, held, strict=True):
             into.copy_(share.values)
         self._published = True
-        data = self.memory.data
-        names = self.space.tensors
-        full = [share for share in shares if share.values.numel()]
-        digests = [digest_of_box(s.values, names[s.tensor].name, s.start) for s in full] if verify else None
-        return Publication(
-            self.space,
-            self.layout,
-            self.memory.handle,
-            changed,
-            data.numpy() if inline else None,
-            None if digests is None else tuple(digests),
-        )
+        digests = None
+        if verify:
+            digests = tuple(digest_of_box(s.values, self.space.tensors[s.tensor].name, s.start) for s in held)
+        here = Publication(self._here, self.memory.handle, changed, None, digests)
+        return replace(here, abroad=self._packed(here, held)) if inline else here
+
+    def _packed(self, here: Publication, held: Sequence[Share]) -> Publication:
+        """With this rank's share as bytes. A memory of its own holds just that, one in common holds more."""
+        if not self._common:
+            return replace(here, inline=self.memory.data.numpy())
+        if self._abroad is None:
+            described = _described(self.space, held, *_one_after_the_other(self.space, held))
+            room = torch.zeros(_starts(described.layout.buffers)[-1], dtype=torch.uint8)
+            self._abroad = described, room
+        described, room = self._abroad
+        for into, share in zip(_places(described, room), held, strict=True):
+            into.copy_(share.values)
+        return replace(here, description=described, inline=room.numpy())
 
     def _differs(self, shares: Sequence[Share]) -> bool:
         """Whether the memory holds other values. Small tensors first: mostly the first one tells."""
@@ -254,7 +291,42 @@ def joined(publications: Sequence[Publication]) -> ExplicitLayout:
     )
 
 
-def _one_after_the_other(shares: Sequence[Share]) -> tuple[list[tuple[int, tuple[int, ...]]], dict[str, int]]:
+def _described(
+    space: Space, shares: Sequence[Share], places: Sequence[tuple[int, tuple[int, ...]]], sizes: Mapping[str, int]
+) -> Description:
+    """Shares at (offset, strides) in buffers of these sizes by dtype; empty ones are left out."""
+    dtypes = list(sizes)
+    rows = [
+        (
+            share.tensor,
+            int(Kind.PARAMETER),
+            share.start,
+            tuple(share.values.shape),
+            dtypes.index(dtype_name(share.values)),
+            offset,
+            stride,
+        )
+        for share, (offset, stride) in zip(shares, places, strict=True)
+    ]
+    buffers = tuple(Buffer(dtype, numel, dtype) for dtype, numel in sizes.items())
+    return Description(space, RankLayout(Pieces.of(rows, space.ndim), buffers))
+
+
+def _places(described: Description, data: torch.Tensor) -> list[torch.Tensor]:
+    """A view for each piece, in the shape of its tensor's box."""
+    flat, pieces = _buffers(data, described.layout.buffers), described.layout.pieces
+    found = []
+    for row, tensor in enumerate(pieces.tensor.tolist()):
+        ndim = len(described.space.tensors[tensor].shape)
+        buffer = flat[int(pieces.buffer[row])]
+        first = int(buffer.storage_offset()) + int(pieces.offset[row])
+        found.append(buffer.as_strided(pieces.size[row, :ndim].tolist(), pieces.stride[row, :ndim].tolist(), first))
+    return found
+
+
+def _one_after_the_other(
+    space: Space, shares: Sequence[Share]
+) -> tuple[list[tuple[int, tuple[int, ...]]], dict[str, int]]:
     """(offset, strides) of each share in the buffer of its dtype, and the sizes of the buffers by dtype."""
     places, sizes = [], dict.fromkeys(sorted({dtype_name(share.values) for share in shares}), 0)
     for share in shares:

@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlinf.errors import RlinfError
 from rlinf.host import this_host
+from rlinf.vps.brief import Brief, Heard
 from rlinf.vps.layout import ExplicitLayout
 from rlinf.vps.memory import Handle, Memory
 from rlinf.vps.publication import Publication
@@ -56,6 +57,14 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._heard = Heard()
+
+    def hear(self, publications: Sequence[Publication | Brief]) -> list[Publication]:
+        """The publications of all source ranks, of which only what is new was told."""
+        return [self._heard.whole(f"source rank {rank}", item) for rank, item in enumerate(publications)]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Trace and plan for a source.
@@ -133,7 +142,7 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
 class WorkerExtension:
     """vLLM mixes this into its workers, and so imports this module in each of its processes."""
 
-    def prepare_weights(self, source: ExplicitLayout | None, publications: Sequence[Publication]) -> str:
+    def prepare_weights(self, source: ExplicitLayout | None, publications: Sequence[Publication | Brief]) -> str:
         """What comes before a sync, and changes no weights.
 
         Args:
@@ -146,9 +155,10 @@ class WorkerExtension:
         """
         reader = cast(Any, self).weight_transfer_engine
         try:
+            whole = reader.hear(publications)  # first: what was told once must stay known whatever fails
             if source is not None:
                 reader.init_transfer_engine(InitInfo(source))
-            reader.attach(publications)
+            reader.attach(whole)
         except RlinfError as error:
             return str(error)
         except Exception as error:

@@ -135,7 +135,8 @@ class Source:
         self, weights: dict[str, torch.Tensor], inline: bool = False, verify: bool = False
     ) -> list[Publication]:
         shares = self._shares(weights)
-        return [p.publish(own, inline=inline, verify=verify) for p, own in zip(self._publishers, shares, strict=True)]
+        found = [p.publish(own, inline=inline, verify=verify) for p, own in zip(self._publishers, shares, strict=True)]
+        return [published.carried() for published in found] if inline else found
 
     def flip(self, rank: int) -> None:
         """One bit of what a rank has published is another one now."""

@@ -60,7 +60,7 @@ def publish(rank: int, work: Path) -> None:
             cfg = ActorConfig(model=ModelConfig(name=name, path=str(work / name)))
             actor = Actor(cfg, RankContext(rank=rank, world_size=2, **layout))
             actor.setup()
-            published = actor.publish_weights("rollout", inline=True)
+            published = actor.publish_weights("rollout", inline=True).carried()
             away = replace(published, handle=replace(published.handle, host="another"))
             (work / f"{name}-{rank}.pkl").write_bytes(pickle.dumps(away))
     except BaseException:

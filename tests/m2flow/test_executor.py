@@ -239,6 +239,9 @@ class Parcel:
     def mapped(self) -> Parcel:
         return Parcel(False)
 
+    def carried(self) -> Parcel:
+        return self
+
 
 class Parcels(Source2):
     def publish_weights(self, target, inline, slot=0):
