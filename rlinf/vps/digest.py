@@ -127,7 +127,7 @@ def _box(box: torch.Tensor, dtype: torch.dtype, name: str, start: Sequence[int])
     sums = 0
     for low in range(0, len(flat), at_once):
         part = flat[low : low + at_once].to(dtype).contiguous()
-        bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+        bits = part.view(_BITS[part.element_size()]).to(torch.int64, copy=True)  # it is worked on in place
         bits += 1  # so that zeros count too
         bits *= weights[-1]
         sums += int((bits.sum(1) * rows[low : low + at_once]).sum())

@@ -106,3 +106,10 @@ def test_values_that_move_from_one_element_to_another_show_though_their_sum_is_t
 
 def test_zeros_of_another_shape_show() -> None:
     assert len({alone(torch.zeros(shape)) for shape in [(4, 3), (3, 4), (12,), (2, 6)]}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float32, torch.bfloat16, torch.uint8])
+def test_what_is_digested_stays_as_it_is(dtype: torch.dtype) -> None:
+    values = torch.arange(12).view(3, 4).to(dtype)
+    assert alone(values) == alone(values)
+    assert torch.equal(values, torch.arange(12).view(3, 4).to(dtype))
