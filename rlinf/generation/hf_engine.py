@@ -7,7 +7,7 @@ samples run side by side, left-padded and masked by length (never by token: the 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,9 +18,11 @@ import torch
 from rlinf.errors import ModelError
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
 from rlinf.training.state import named_tensors
+from rlinf.vps.layout import ExplicitLayout
 from rlinf.vps.publication import Publication, joined, space_of_tensors
-from rlinf.vps.pull import Pull, whole_layout
-from rlinf.vps.space import same_space
+from rlinf.vps.pull import Pull, Sources, whole_layout
+from rlinf.vps.space import LayoutError, few, same_space
+from rlinf.vps.verify import Check, Published
 
 
 class HFEngine(Engine):
@@ -44,6 +46,7 @@ class HFEngine(Engine):
         self._eos = torch.tensor(spec.eos_ids, device=self._device)
         self._torn = False
         self._pull: tuple[str, Pull] | None = None  # and the hash of the source that it is for
+        self._check: tuple[str, Check] | None = None  # so too
 
     @property
     def context_length(self) -> int:
@@ -136,7 +139,16 @@ class HFEngine(Engine):
         self._torn = True
         for tensor in pull.tensors:
             pull.run(sources, targets, tensor)
+        if any(publication.digests for publication in publications):
+            self._verify(source, sources, targets)
         self._torn = False
+
+    def _verify(self, source: ExplicitLayout, sources: Sources, targets: Mapping[int, torch.Tensor]) -> None:
+        if self._check is None or self._check[0] != source.hash:
+            held = whole_layout(source.space, named_tensors(self._model))
+            self._check = source.hash, Check(Published(source), held)
+        if wrong := self._check[1].wrong(sources, targets):
+            raise LayoutError(f"the engine holds other weights than were published: {few(wrong)}")
 
     def sleep(self) -> None:
         if self._device.type != "cpu":

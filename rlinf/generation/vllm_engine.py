@@ -144,6 +144,11 @@ class VllmEngine(Engine):
         self._rpc("start_weight_update")
         self._rpc("update_weights", update_info={})
         self._rpc("finish_weight_update")
+        for worker, wrong in enumerate(self._rpc("wrong_weights")):
+            if wrong:
+                raise LayoutError(
+                    f"worker {worker} of the engine holds other weights than were published: {few(wrong)}"
+                )
         # Requests in flight are put back, and what they have so far is read again with the new weights.
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise ModelError("vLLM kept its prefix cache over a weight sync")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 from rlinf.vps.layout import DTYPES, Buffer, ExplicitLayout, Pieces, RankLayout, dense
 from rlinf.vps.pull import Pull, Sources
-from rlinf.vps.space import Kind, LayoutError, few
+from rlinf.vps.space import Kind
 from rlinf.vps.trace import Traced, view_of
+from rlinf.vps.verify import Check, Published
 
 ALIGNED = 64  # bytes
 
@@ -68,7 +70,8 @@ class Way:
         written = np.array([name in self.in_place for name in self._names], bool)[pieces.buffer]
         self._written = Pull(self._source, RankLayout(pieces.take(written), self._traced.layout.buffers))
         rest = pieces.take(~written)
-        self._staged = Pull(self._source, _as_tensors(rest, self._source))
+        self._as_tensors = _as_tensors(rest, self._source)
+        self._staged = Pull(self._source, self._as_tensors)
         self.groups = _groups(rest, self._names)
         self.reloaded = self._model
         if self.in_place:
@@ -114,15 +117,25 @@ class Way:
             self.in_place = self._as_loaded(sources)
             self._split()
 
-    def verify(self, sources: Sources) -> None:
-        """Make sure that parameters that are written in place hold what the sources do.
+    def wrong_in_stage(self, group: Group, weights: Sequence[tuple[str, torch.Tensor]], sources: Sources) -> list[str]:
+        """Which of the tensors that `stage` gave are not what was published, in what this worker's loader reads."""
+        index = self._source.space.index
+        targets = {index[name]: values.reshape(-1) for name, values in weights}
+        return Check(self._published, self._as_tensors).wrong(sources, targets, group.tensors)
 
-        Raises:
-            LayoutError: one does not; names it.
-        """
-        wrong = [name for i, name in enumerate(self._names) if name in self.in_place and not self._holds(i, sources)]
-        if wrong:
-            raise LayoutError(f"after the weight sync {few(wrong)} of the engine are not what the sources hold")
+    def wrong_in_place(self, sources: Sources) -> list[str]:
+        """Which parameters that are written in place, and which tied ones, do not hold what was published."""
+        targets = {i: _flat(self._parameter(name)) for i, name in enumerate(self._names) if name in self.in_place}
+        found = Check(self._published, self._traced.layout).wrong(sources, targets)
+        for name, first in self._traced.aliases.items():
+            one, other = self._parameter(name), self._parameter(first)
+            if one.shape == other.shape and one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
+                found.append(f"{name} is tied to {first}, and holds other values")
+        return found
+
+    @cached_property
+    def _published(self) -> Published:
+        return Published(self._source)
 
     def _as_loaded(self, sources: Sources) -> frozenset[str]:
         """Parameters that hold what the layout says, and keep it when their layer is processed once more.

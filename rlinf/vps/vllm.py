@@ -94,6 +94,7 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.seconds = {"copy": 0.0, "load": 0.0}
+        self.wrong: list[str] = []
         if self.device.type == "cpu":
             forget_packed_experts(self._way.reloaded)
         with torch.device(self.device):
@@ -110,6 +111,8 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
         for group in self._way.groups:
             with self._timed("copy"):
                 weights = self._way.stage(group, self._sources)
+            if self._verifies:
+                self.wrong += self._way.wrong_in_stage(group, weights, self._sources)
             with self._timed("load"), torch.device(self.device):
                 cast(Any, self.model).load_weights(iter(weights))
 
@@ -127,7 +130,7 @@ class WeightReader(WeightTransferEngine[InitInfo, UpdateInfo]):
             finalize_layerwise_reload(self._way.reloaded, self.model_config)
             self._way.finish(self._sources)
         if self._verifies:
-            self._way.verify(self._sources)
+            self.wrong += self._way.wrong_in_place(self._sources)
         self._sources = []
 
     @property
@@ -173,6 +176,10 @@ class WorkerExtension:
     def weights_in_place(self) -> list[str]:
         """Parameters that the next sync writes where they lie; none before the first one."""
         return cast(Any, self).weight_transfer_engine.in_place
+
+    def wrong_weights(self) -> list[str]:
+        """What the last sync took over and is not what was published, where it was asked to verify."""
+        return cast(Any, self).weight_transfer_engine.wrong
 
 
 WeightTransferEngineFactory.register_engine("vps", WeightReader)

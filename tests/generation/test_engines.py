@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +309,30 @@ def test_weights_that_are_verified_are_taken_over(engine: Engine, model: Any) ->
         newer.tie_weights()
         (request,) = oracle.requests(samples=1, rows=[1])
         assert list(oracle.run(engine, [request])[request.key].tokens) == oracle.greedy(newer, request.prompt, 12, ENDS)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.v_proj.weight"])
+def test_what_is_lost_on_the_way_is_named_and_the_engine_speaks_no_more(
+    engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = oracle.Source(weights := oracle.other(model, seed=9), ranks=2)
+    engine.load_weights(source.publish(weights, verify=True))
+    weights = oracle.other(model, seed=10)
+    run, number = Pull.run, source._space.index[name]
+
+    def loses(self: Pull, sources: Any, targets: Any, tensor: int) -> None:
+        before = {buffer: flat.clone() for buffer, flat in targets.items() if tensor == number}
+        run(self, sources, targets, tensor)
+        for buffer, flat in before.items():
+            targets[buffer].copy_(flat)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pull, "run", loses)
+        with pytest.raises(LayoutError, match=rf"{re.escape(name)}.*is not what source ranks \[0, 1\] published"):
+            engine.load_weights(source.publish(weights, verify=True))
+    with pytest.raises(ModelError, match="failed half-way"):
+        oracle.run(engine, oracle.requests(samples=1))
 
 
 # The last that uses the engines: it leaves them useless, as it should.
