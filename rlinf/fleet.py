@@ -5,7 +5,7 @@ It starts them in named stages, tells them to run a phase of their programs, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Fleet:
             RunFailed: a rank could not start.
         """
         self._lease = self.cluster.launch(LeaseServer, self.compiled.tickets, max_concurrency=1000)
+        folder = self.cluster.cfg.offload_dir
         for name, stage in self.compiled.layout.items():
             cls: type[Worker] = Host if name == HOST else self.graph.workers[name].cls
             cfg = self.graph if name == HOST else self.graph.workers[name].cfg
@@ -73,6 +74,7 @@ class Fleet:
                 seed=seed,
                 deterministic=deterministic,
                 output_dir=output_dir.absolute(),
+                offload_dir=None if folder is None else Path(folder).absolute(),
             )
             devices: list[tuple[Device, ...]] = [
                 tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)
@@ -86,7 +88,7 @@ class Fleet:
 
     def setup(self) -> dict[str, list[int]]:
         """Build all workers. Returns the bytes on the device, by group and rank."""
-        found = self._all("setup", lambda group: ())
+        found = self._in_turn("setup", lambda group: ())
         sizes: dict[str, list[int]] = {}
         for (group, _), size in found.items():
             sizes.setdefault(group, []).append(size)
@@ -122,11 +124,11 @@ class Fleet:
 
     def save(self, directory: Path) -> dict[str, int]:
         """Every group writes its state below ``directory``. Returns the ranks of each group."""
-        self._all("save", lambda group: (directory.absolute() / group.name,))
+        self._in_turn("save", lambda group: (directory.absolute() / group.name,))
         return {name: len(group.ranks) for name, group in self.groups.items()}
 
     def load(self, directory: Path) -> None:
-        self._all("load", lambda group: (directory.absolute() / group.name,))
+        self._in_turn("load", lambda group: (directory.absolute() / group.name,))
 
     def call(self, group: str, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker on every rank of a group."""
@@ -146,12 +148,25 @@ class Fleet:
             quiet(teardown)
         quiet(self.cluster.close)
 
-    def _ask(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> Calls:
+    def _ask(
+        self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]], names: Iterable[str] | None = None
+    ) -> Calls:
+        groups = [self.groups[name] for name in (self.groups if names is None else names)]
         return {
             getattr(actor, method).remote(*args(group)): (group, rank)
-            for group in self.groups.values()
+            for group in groups
             for rank, actor in enumerate(group.ranks)
         }
+
+    def _in_turn(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> dict[tuple[str, int], Any]:
+        """As `_all`, but groups that are swapped come one by one: there is not room for all of them."""
+        swapped = self.compiled.swapped
+        found: dict[tuple[str, int], Any] = {}
+        for names in [[name for name in self.groups if name not in swapped], *([name] for name in sorted(swapped))]:
+            calls = self._ask(method, args, names)
+            results = gather(calls, self._tick, limit=self.limit)
+            found |= {(group.name, rank): r for (group, rank), r in zip(calls.values(), results, strict=True)}
+        return found
 
     def _all(self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]]) -> dict[tuple[str, int], Any]:
         calls = self._ask(method, args)

@@ -204,11 +204,15 @@ class RankHost:
         )
 
     def setup(self) -> int:
-        """Build the worker; returns its bytes on the device."""
+        """Build the worker; returns its bytes on the device. One that takes turns in memory leaves it again."""
 
         def setup() -> int:
+            assert self._executor is not None
             self.worker.setup()
-            return self.worker.nbytes()
+            size = self.worker.nbytes()
+            if self.ctx.group in self._executor.compiled.swapped:
+                self._executor.offload()
+            return size
 
         return self._guard("setup", setup)
 
@@ -224,12 +228,23 @@ class RankHost:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker, e.g. ``export``."""
-        return self._guard(method, lambda: getattr(self.worker, method)(*args))
+        return self._guard(method, lambda: self._there(lambda: getattr(self.worker, method)(*args)))
+
+    def _there(self, call: Callable[[], Any]) -> Any:
+        """Call with the worker's state on its device."""
+        executor = self._executor
+        if executor is None or not executor.away:
+            return call()
+        executor.onload()
+        try:
+            return call()
+        finally:
+            executor.offload()
 
     def save(self, directory: Path) -> None:
         from rlinf.checkpoint import save_state
 
-        self._guard("saving a checkpoint", lambda: save_state(self.worker.state(), directory))
+        self._guard("saving a checkpoint", lambda: self._there(lambda: save_state(self.worker.state(), directory)))
 
     def load(self, directory: Path) -> None:
         from rlinf.checkpoint import load_state
@@ -237,7 +252,7 @@ class RankHost:
         def load() -> None:
             self.worker.load_state(load_state(self.worker.state(), directory))
 
-        self._guard("loading a checkpoint", load)
+        self._guard("loading a checkpoint", lambda: self._there(load))
 
     def teardown(self) -> None:
         self._mailbox.cancel()

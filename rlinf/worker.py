@@ -44,6 +44,7 @@ class RankContext:
         seed: the run's seed; derive from it with `rlinf.seeding.derive`.
         deterministic: ask for deterministic kernels.
         output_dir: where the run writes.
+        offload_dir: where state that leaves a CPU device goes; ``None``: into memory.
         threads: CPU threads that the rank may use.
         report: ``report(done, total)`` shows progress within the stage that runs now.
     """
@@ -57,6 +58,7 @@ class RankContext:
     seed: int = 0
     deterministic: bool = True
     output_dir: Path = Path(".")
+    offload_dir: Path | None = None
     threads: int = 1
     report: Callable[[float, float], None] = field(default=_silent, compare=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from rlinf.batch import Batch
@@ -10,7 +12,8 @@ from rlinf.errors import ConfigError
 from rlinf.models.load import autocast, load_policy
 from rlinf.models.packed import Packed
 from rlinf.models.source import resolve
-from rlinf.training.runtime import free_cache, on_accelerator, prepare
+from rlinf.swap import Swap, store_for
+from rlinf.training.runtime import prepare
 from rlinf.training.scoring import score_rows
 from rlinf.training.trainer import module_bytes
 from rlinf.worker import Worker, stage
@@ -42,14 +45,16 @@ class Reference(Worker):
         values = score_rows(self.model, self._forward, batch, budget, self.ranks, self.ctx.report)
         return Batch({"ref_logprobs": values})
 
+    @cached_property
+    def swap(self) -> Swap:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return Swap(lambda: tensors, store_for(self.ctx.device, self.ctx.offload_dir))
+
     def onload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.model.to(self.ctx.device)
+        self.swap.on()
 
     def offload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.model.to("cpu")
-            free_cache(self.ctx)
+        self.swap.off()
 
     def nbytes(self) -> int:
         return module_bytes(self.model)

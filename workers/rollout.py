@@ -191,4 +191,5 @@ def engine_spec(cfg: RolloutConfig, ctx: RankContext, model_dir: Path, tokenizer
         trust_remote_code=cfg.model.trust_remote_code,
         batch_invariant=ctx.deterministic,
         attention="sdpa" if cfg.model.attention == "auto" else cfg.model.attention,
+        offload_dir=ctx.offload_dir,
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from rlinf.batch import ROW, Batch
 from rlinf.models.packed import Packed
+from rlinf.models.parallelize import reshard
+from rlinf.swap import Swap, store_for
 from rlinf.training.collective import Ranks
 from rlinf.training.minibatch import check_once, minibatches
-from rlinf.training.runtime import free_cache, on_accelerator
 from rlinf.training.scoring import cut, dummy
 from rlinf.training.state import load_training_state, training_state
 from rlinf.training.trainer import Part, StepReport, Trainer
@@ -97,14 +99,16 @@ class TrainedWorker(Worker):
         load_training_state(self.trainer, self.named, state, self.ctx.rank)
         self.version = int(state["version"])
 
+    @cached_property
+    def swap(self) -> Swap:
+        return Swap(self.trainer.tensors, store_for(self.ctx.device, self.ctx.offload_dir))
+
     def onload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to(self.ctx.device)
+        self.swap.on()
 
     def offload(self) -> None:
-        if on_accelerator(self.ctx):
-            self.trainer.to("cpu")
-            free_cache(self.ctx)
+        reshard(self.trainer.model)
+        self.swap.off()
 
     def nbytes(self) -> int:
         return self.trainer.nbytes()

@@ -69,6 +69,7 @@ class EngineSpec:
         batch_invariant: a sample must not depend, to the last bit, on what it is batched with. The ``hf`` engine
             keeps it; ``vllm`` promises it on GPUs where it has batch-invariant kernels, and elsewhere not.
         attention: attention implementation of transformers (``hf`` engine).
+        offload_dir: where weights go while a CPU engine sleeps; ``None``: into memory.
     """
 
     model_dir: Path
@@ -84,6 +85,7 @@ class EngineSpec:
     trust_remote_code: bool = False
     batch_invariant: bool = False
     attention: str = "sdpa"
+    offload_dir: Path | None = None
 
 
 class Engine(ABC):

@@ -17,6 +17,7 @@ import torch
 
 from rlinf.errors import ModelError
 from rlinf.generation.engine import Completion, Engine, EngineSpec, Request
+from rlinf.swap import Swap, store_for
 from rlinf.training.state import named_tensors
 from rlinf.vps.layout import ExplicitLayout
 from rlinf.vps.publication import Publication, joined, space_of_tensors
@@ -43,6 +44,8 @@ class HFEngine(Engine):
                 trust_remote_code=spec.trust_remote_code,
             )
         self._model = model.to(self._device).eval().requires_grad_(False)
+        held = [*self._model.parameters(), *self._model.buffers()]
+        self._swap = Swap(lambda: held, store_for(spec.device, spec.offload_dir))
         self._eos = torch.tensor(spec.eos_ids, device=self._device)
         self._torn = False
         self._pull: tuple[str, Pull] | None = None  # and the hash of the source that it is for
@@ -151,12 +154,10 @@ class HFEngine(Engine):
             raise LayoutError(f"the engine holds other weights than were published: {few(wrong)}")
 
     def sleep(self) -> None:
-        if self._device.type != "cpu":
-            self._model.to("cpu")
-            torch.cuda.empty_cache()
+        self._swap.off()
 
     def wake(self) -> None:
-        self._model.to(self._device)
+        self._swap.on()
 
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self._model.parameters()) + sum(b.nbytes for b in self._model.buffers())

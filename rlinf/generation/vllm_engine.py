@@ -180,14 +180,23 @@ class VllmEngine(Engine):
         return {part: max(seconds[part] for seconds in found) for part in found[0]}
 
     def sleep(self) -> None:
-        if self._on_gpu and not self._asleep:
+        if self._asleep:
+            return
+        if self._on_gpu:
             self._engine.sleep(level=1)
-            self._asleep = True
+        else:  # vLLM has no such thing on a CPU
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._rpc("leave", folder=self._spec.offload_dir)
+        self._asleep = True
 
     def wake(self) -> None:
-        if self._asleep:
+        if not self._asleep:
+            return
+        if self._on_gpu:
             self._engine.wake_up()
-            self._asleep = False
+        else:
+            self._rpc("come_back")
+        self._asleep = False
 
     def nbytes(self) -> int:
         if self._on_gpu:

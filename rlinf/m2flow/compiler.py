@@ -100,6 +100,12 @@ class Compiled:
     staleness: int = 0
     in_flight: bool = False
 
+    @property
+    def swapped(self) -> frozenset[str]:
+        """Groups that leave their devices between turns."""
+        programs = (program for phase in self.programs.values() for program in phase.items())
+        return frozenset(group for group, program in programs if any(isinstance(op, Offload) for op in program))
+
 
 def compile_plan(graph: Graph, plan: Plan, staleness: int = 0, in_flight: bool = False) -> Compiled:
     """Compile.

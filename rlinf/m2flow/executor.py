@@ -100,6 +100,7 @@ class Executor:
         self.mailbox = mailbox
         self.wire = wire
         self.current = ""  # the node or operation that runs now
+        self.away = False  # the worker's state is off its device
         self._sync = WeightSync(worker, mailbox, wire, compiled.layout, self.spend, slots=compiled.staleness + 1)
         self._inputs: dict[int, _Input] = {}
         self._report = Report("", 0)
@@ -125,11 +126,9 @@ class Executor:
                 case Release(ticket):
                     self.wire.release(turn.execution, ticket)
                 case Onload():
-                    with self.spend(Doing.ONLOAD, ctx.group, "onload"):
-                        self.worker.onload()
+                    self.onload()
                 case Offload():
-                    with self.spend(Doing.OFFLOAD, ctx.group, "offload"):
-                        self.worker.offload()
+                    self.offload()
                 case SendWeights(target):
                     if turn.wanted(self.compiled.staleness):
                         self._sync.send(target, self.graph.version(ctx.group, turn.done))
@@ -137,6 +136,18 @@ class Executor:
                     self._sync.receive(source, self.graph.version(source, turn.sampled(self.compiled.staleness)))
         self.current = ""
         return report
+
+    def onload(self) -> None:
+        """Bring the worker's state to its device."""
+        with self.spend(Doing.ONLOAD, self.worker.ctx.group, "onload"):
+            self.worker.onload()
+        self.away = False
+
+    def offload(self) -> None:
+        """Take it off."""
+        with self.spend(Doing.OFFLOAD, self.worker.ctx.group, "offload"):
+            self.worker.offload()
+        self.away = True
 
     @contextmanager
     def spend(self, doing: Doing, name: str, shown: str = "", rows: int = 0) -> Iterator[None]:

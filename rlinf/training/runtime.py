@@ -1,4 +1,4 @@
-"""What a rank sets up before it loads a model, and how its state leaves the device and comes back."""
+"""What a rank sets up before it loads a model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,6 @@ def prepare(ctx: RankContext) -> Ranks:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # finds bugs, costs time, changes no result
     return Ranks(ctx.mesh if ctx.world_size > 1 else None, ctx.device)
-
-
-def on_accelerator(ctx: RankContext) -> bool:
-    """On a CPU there is nowhere to offload to."""
-    return not ctx.device.startswith("cpu")
-
-
-def free_cache(ctx: RankContext) -> None:
-    """Give freed device memory back, for another process to take."""
-    if ctx.device.startswith("cuda"):
-        torch.cuda.synchronize(ctx.device)
-        torch.cuda.empty_cache()
 
 
 def record(recorder: Recorder, metrics: Metrics) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,14 +123,13 @@ class Trainer:
         moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         return module_bytes(self.model) + sum(_local_bytes(tensor) for tensor in moments)
 
-    @torch.no_grad()
-    def to(self, device: str) -> None:
-        """Move weights and optimiser state."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model.to(device)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Weights, buffers, gradients where there are any, and optimiser state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from (parameter.grad for parameter in self.parameters if parameter.grad is not None)
         for state in self.optimizer.state.values():
-            for name, tensor in state.items():
-                state[name] = tensor.to(device)
+            yield from state.values()
 
 
 def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlinf.errors import RlinfError
 from rlinf.host import this_host
+from rlinf.swap import Swap, drop, store_for
 from rlinf.vps.brief import Brief, Heard
 from rlinf.vps.layout import ExplicitLayout
 from rlinf.vps.memory import Handle, Memory
@@ -168,6 +170,21 @@ class WorkerExtension:
             logger.exception("this worker cannot prepare a weight sync")
             return repr(error)
         return ""
+
+    def leave(self, folder: Path | None) -> None:
+        """Free the memory of weights (they go to a file) and of the KV cache (nothing is kept of it), on a CPU.
+
+        What kernels have packed for themselves stays.
+        """
+        runner = cast(Any, self).model_runner
+        if not hasattr(self, "_swap"):
+            self._swap = Swap(lambda: [*runner.model.parameters(), *runner.model.buffers()], store_for("cpu", folder))
+        self._swap.off()
+        drop(runner.kv_caches)
+
+    def come_back(self) -> None:
+        """Undo `leave`."""
+        self._swap.on()
 
     def weight_sync_seconds(self) -> dict[str, float]:
         """Of the last sync: ``copy`` what was copied out of the source's memory, ``load`` what vLLM did with it."""

@@ -44,12 +44,15 @@ def one_device(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> P
     return run(tmp_path_factory.mktemp("plans") / "collocated")
 
 
-@pytest.mark.parametrize("kind", ["disaggregated", "hybrid"])
+@pytest.mark.parametrize("kind", ["collocated", "disaggregated", "hybrid"])
 def test_two_devices_under_another_plan_make_what_one_makes(one_device: Path, tmp_path: Path, kind: str) -> None:
-    out = run(tmp_path / kind, f"plan={kind}", "plan.granularity=4", "cluster.devices_per_node=2")
+    how = ("plan.swap=always",) if kind == "collocated" else ("plan.granularity=4",)
+    out = run(tmp_path / kind, f"plan={kind}", *how, "cluster.devices_per_node=2")
     plan = from_dict(yaml.safe_load((out / "plan.yaml").read_text()))
-    assert isinstance(meeting(plan, "rollout", "critic"), Piped)
-    assert isinstance(meeting(plan, "rollout", "actor"), Shared if kind == "hybrid" else Piped)
+    assert isinstance(meeting(plan, "rollout", "critic"), Shared if kind == "collocated" else Piped)
+    assert isinstance(meeting(plan, "rollout", "actor"), Piped if kind == "disaggregated" else Shared)
+    if isinstance(plan, Shared):
+        assert plan.swap == (kind == "collocated")
     samples, expected = lines(out / "samples.jsonl"), lines(one_device / "samples.jsonl")
     assert len({sample["reward"] for sample in expected}) > 1
     assert samples == expected
