@@ -20,6 +20,8 @@ from rlinf.vps.layout import DTYPES, Layout, Pattern, Pieces
 from rlinf.vps.space import Kind
 
 Digests = dict[Kind, int]
+Cell = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""(kind, tensor, start, size)."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**20  # elements that are widened together, so that they stay in the cache
@@ -98,6 +100,37 @@ def total(parts: Sequence[Digests]) -> Digests:
     """The digest of all ranks' parts."""
     kinds = {kind for part in parts for kind in part}
     return {kind: sum(part.get(kind, 0) for part in parts) & _MASK for kind in sorted(kinds)}
+
+
+@torch.no_grad()
+def places(layout: Layout, rank: int, buffers: Sequence[torch.Tensor]) -> list[tuple[Cell, int]]:
+    """Digests of all that a rank holds of tied tensors, in each place: whoever holds a cell must have the same one.
+
+    Tied are those that the space has aliases of, and those that the rank holds several times. Cells are such that ranks
+    that cut a tensor differently can still be compared.
+
+    Args:
+        buffers: of the rank, flat, in the order of its layout.
+    """
+    space, held = layout.space, layout.of(rank).pieces
+    state = np.stack([held.kind.astype(np.int64), held.tensor.astype(np.int64)], axis=1)
+    boxes, times = np.unique(np.concatenate([state, held.start, held.size], axis=1), axis=0, return_counts=True)
+    several = {(int(kind), int(tensor)) for kind, tensor in boxes[times > 1, :2]}
+    tied = {space.find(name) for name in space.aliases}
+    found = []
+    for row, (kind, tensor) in enumerate(state.tolist()):
+        if tensor not in tied and (kind, tensor) not in several:
+            continue
+        cells = disjoint(layout.patterns[int(layout.spread[Kind(kind)][tensor])])
+        mine = (cells.rank == rank) & (cells.start >= held.start[row]).all(axis=1)
+        mine &= (cells.start + cells.size <= held.end[row]).all(axis=1)
+        for start, size in zip(cells.start[mine], cells.size[mine], strict=True):
+            buffer = buffers[int(held.buffer[row])]
+            first = int(held.offset[row] + ((start - held.start[row]) * held.stride[row]).sum())
+            box = buffer.as_strided(size.tolist(), held.stride[row].tolist(), buffer.storage_offset() + first)
+            cell = (kind, tensor, tuple(start.tolist()), tuple(size.tolist()))
+            found.append((cell, _box(box, buffer.dtype, space.tensors[tensor].name, cell[2])))
+    return found
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ SMALL = (
     "actor.optimizer.lr=1e-3",
     "critic.optimizer.lr=1e-3",
     "logger.tensorboard=false",
+    "vps.verify=true",
 )
 REPOSITORY = Path(__file__).parents[2]
 LEAVE_S = 10.0  # a run that ends takes everything with it within this

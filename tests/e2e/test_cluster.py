@@ -26,7 +26,8 @@ def two_nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster as RayCluster
 
     cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    # What its ranks publish cannot be mapped by those of the head, as if it were another machine.
+    cluster.add_node(num_cpus=1, env_vars={"RLINF_HOST": "another"})
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()

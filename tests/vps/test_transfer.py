@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlinf.vps.layout import Buffer, ExplicitLayout, Pieces, RankLayout
 from rlinf.vps.mesh import Mesh, MeshLayout
-from rlinf.vps.space import Kind
+from rlinf.vps.space import Kind, Space, Tensor
 from rlinf.vps.transfer.choice import Place, choose, explain
 from rlinf.vps.transfer.peers import TransferError
 from tests.vps.test_mesh import config
@@ -114,6 +115,36 @@ def test_a_value_that_changes_on_the_way_is_seen_and_nobody_goes_over(ranks: Ran
     for outcome in ranks.run(Job(src, dst, spoil=2)):
         assert outcome is not None
         assert "is not the old: their digests differ (the old state is as it was)" in outcome.error
+        assert outcome.old_intact
+
+
+def tied(places: dict[int, int]) -> ExplicitLayout:
+    """An embedding that is a head too: whole, by rank so many times, in transposed storage where it is repeated."""
+    space = Space((Tensor("embed.weight", (6, 4)),), aliases={"head.weight": "embed.weight"})
+    held = []
+    for rank in range(WORLD):
+        rows = [(0, 0, (0, 0), (6, 4), i, 0, (4, 1) if i == 0 else (1, 6)) for i in range(places.get(rank, 0))]
+        held.append(RankLayout(Pieces.of(rows, 2), tuple(Buffer(f"b{i}", 24, "float32") for i in range(len(rows)))))
+    return ExplicitLayout(space, tuple(held), (0,) * WORLD)
+
+
+@pytest.mark.parametrize("there", [{0: 1, 2: 1}, {1: 2}, {2: 2, 3: 1}])
+def test_ranks_that_hold_nothing_take_part_and_all_places_of_a_tied_tensor_are_right(
+    ranks: Ranks, there: dict[int, int]
+) -> None:
+    for src, dst in ((tied({0: 1}), tied(there)), (tied(there), tied({3: 1}))):
+        assert all(outcome and outcome.right for outcome in ranks.run(Job(src, dst)))
+
+
+@pytest.mark.parametrize(("there", "spoil", "other"), [({0: 1, 2: 1}, 2, 0), ({1: 1, 2: 1, 3: 1}, 3, 1)])
+def test_a_place_of_a_tied_tensor_that_differs_is_named_though_the_digest_counts_another(
+    ranks: Ranks, there: dict[int, int], spoil: int, other: int
+) -> None:
+    for outcome in ranks.run(Job(tied({0: 1}), tied(there), spoil=spoil)):
+        assert outcome is not None
+        assert f"embed.weight (parameter) is tied, and its place on rank {spoil} is not that on rank {other}" in (
+            outcome.error
+        )
         assert outcome.old_intact
 
 

@@ -42,7 +42,7 @@ def relayout(rank: int, work: Path, way: str) -> None:
         whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
         old = whole.chunk(2, 0)[rank].contiguous().view(-1).to(device)
         made = schedule(plan(sharded(0), sharded(1)))
-        new, report = Reshard(made, rank, Peers(store, rank, 2), way=way, device=device).run([old])
+        new, report = Reshard(made, rank, Peers(store, rank, 2), verify=True, way=way, device=device).run([old])
         assert torch.equal(new[0].cpu(), whole.chunk(2, 1)[rank].reshape(-1))
         assert set(report.nbytes) == {way, "local"}
     finally:

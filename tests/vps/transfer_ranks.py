@@ -95,7 +95,7 @@ def carry_out(job: Job, rank: int, world: int, store: dist.Store) -> Outcome:
 
     Peers.gather, module.run = gather, copy  # type: ignore[method-assign]
     try:
-        new, report = Reshard(made, rank, peers, way=job.way).run(old, arena)
+        new, report = Reshard(made, rank, peers, verify=True, way=job.way).run(old, arena)
     except Exception as error:
         intact = all(torch.equal(a, b) for a, b in zip(old, filled(job.src, rank), strict=True))
         return Outcome(error=f"{type(error).__name__}: {error}", old_intact=intact)

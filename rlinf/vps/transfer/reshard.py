@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlinf.vps.digest import Digests, digest, total
+from rlinf.config import VpsConfig
+from rlinf.vps.digest import Cell, Digests, digest, places, total
 from rlinf.vps.layout import WIDTHS
 from rlinf.vps.memory import this_host
 from rlinf.vps.plan import Moves, Part
@@ -47,7 +48,7 @@ class Reshard:
         made: the schedule; the same on all ranks.
         rank: this one's number in both layouts.
         peers: all ranks of both.
-        verify: compare the digests of the old and the new state.
+        verify: compare the digests of the old and the new state, and of all places of what is tied; see `vps.verify`.
         way: for all pairs where it is possible, instead of the best for each.
         group: of torch, with all ranks by their numbers, for messages; the default one if not given.
         device: where this rank's state lies.
@@ -59,7 +60,7 @@ class Reshard:
         rank: int,
         peers: Peers,
         *,
-        verify: bool = True,
+        verify: bool = VpsConfig.verify,
         way: str = "",
         group: Any = None,
         device: str = "cpu",
@@ -150,7 +151,8 @@ class _Work:
                 self._told(f"free {wave}", partial(self._free, wave))
         if self.reshard.verify:
             end = self._told("verify", self._digest_after)
-            self._compare(total(start), total(end))
+            self._compare(total(start), total([digests for digests, _ in end]))
+            self._compare_places([held for _, held in end])
         # All have heard the same, so all come to the same end: no further vote is needed.
         for number, tensor in enumerate(self.new):
             if tensor is None:
@@ -254,11 +256,11 @@ class _Work:
             return {}
         return digest(self.plan.src, self.rank, self.old, self._narrower())
 
-    def _digest_after(self) -> Digests:
+    def _digest_after(self) -> tuple[Digests, list[tuple[Cell, int]]]:
         if self.after is None:
-            return {}
+            return {}, []
         new = [self._made(i) if tensor is None else tensor for i, tensor in enumerate(self.new)]
-        return digest(self.plan.dst, self.rank, new, self._narrower())
+        return digest(self.plan.dst, self.rank, new, self._narrower()), places(self.plan.dst, self.rank, new)
 
     def _narrower(self) -> dict[Kind, NDArray[np.int8]]:
         """kind -> the narrower dtype of the two sides: what survives the way, and so what can be compared."""
@@ -269,9 +271,25 @@ class _Work:
     def _compare(self, old: Digests, new: Digests) -> None:
         wrong = [kind.name.lower() for kind in new if old.get(kind) != new[kind]]
         if wrong:
-            state = "the old state is as it was" if not self.made.low_memory else "the old state is freed"
-            raise TransferError(f"the new {', '.join(wrong)} is not the old: their digests differ ({state})")
+            raise TransferError(f"the new {', '.join(wrong)} is not the old: their digests differ ({self._left()})")
         object.__setattr__(self.report, "digests", new)
+
+    def _compare_places(self, held: list[list[tuple[Cell, int]]]) -> None:
+        """The digest counts each coordinate once; further places of tied tensors are held against it here."""
+        first: dict[Cell, tuple[int, int]] = {}
+        for rank, cells in enumerate(held):
+            for cell, found in cells:
+                known, expected = first.setdefault(cell, (rank, found))
+                if found != expected:
+                    kind, tensor, start, size = cell
+                    name = self.plan.dst.space.tensors[tensor].name
+                    raise TransferError(
+                        f"{name} ({Kind(kind).name.lower()}) is tied, and its place on rank {rank} is not that on rank "
+                        f"{known}: box from {list(start)} of {list(size)} differs ({self._left()})"
+                    )
+
+    def _left(self) -> str:
+        return "the old state is as it was" if not self.made.low_memory else "the old state is freed"
 
     def _free(self, wave: int) -> None:
         """Free old buffers that no later wave reads. There is no way back from here."""
