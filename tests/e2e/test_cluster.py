@@ -45,7 +45,7 @@ def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any
         env={"RAY_ADDRESS": two_nodes.address},
     )
     assert run.wait() == 0, run.said()
-    assert "actor: devices 0,1, dp=2" in run.said()
+    assert "actor: devices 0-1, dp=2" in run.said()
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "time/step" in line] == [1, 2]
     assert (tmp_path / "out" / "export" / "model.safetensors").exists()
