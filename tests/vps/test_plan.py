@@ -128,6 +128,16 @@ def test_a_tensor_that_is_held_twice_under_two_names_is_sent_once_and_put_in_bot
     assert same(carry(made), buffers(dst, True))
 
 
+def test_ranks_that_hold_nothing_are_ranks_like_others() -> None:
+    nothing = ExplicitLayout(MANY, (RankLayout(Pieces.empty(2), ()),) * 4, (0,) * 4)
+    assert list(nothing.nbytes) == [0] * 4
+    assert not nothing.patterns
+    for src, dst in ((whole(MANY, [3], 4), whole(MANY, [1], 4)), (whole(MANY, [0], 4), nothing), (nothing, nothing)):
+        assert same(carry(plan(src, dst)), buffers(dst, True))
+    with pytest.raises(LayoutError, match="the source does not hold the parameter of w0"):
+        plan(nothing, whole(MANY, [1], 4))
+
+
 def test_other_models_are_refused_by_name() -> None:
     other = Space((*MANY.tensors, Tensor("extra", (2,))))
     with pytest.raises(LayoutError, match="the destination alone has extra"):
