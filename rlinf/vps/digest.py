@@ -160,11 +160,17 @@ def _box(box: torch.Tensor, dtype: torch.dtype, name: str, start: Sequence[int])
     sums = 0
     for low in range(0, len(flat), at_once):
         part = flat[low : low + at_once].to(dtype).contiguous()
-        bits = part.view(_BITS[part.element_size()]).to(torch.int64, copy=True)  # it is worked on in place
-        bits += 1  # so that zeros count too
-        bits *= weights[-1]
-        sums += int((bits.sum(1) * rows[low : low + at_once]).sum())
+        sums += int((_in_rows(part.view(_BITS[part.element_size()]), weights[-1]) * rows[low : low + at_once]).sum())
     return sums * _seed(name) & _MASK
+
+
+def _in_rows(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of ``(bits + 1) * weights`` over each row, modulo 2**64. int64 ``[rows]``."""
+    # One is added so that zeros count too.
+    if bits.device.type == "cpu":
+        # A product of integer matrices runs in one pass and on one thread, and does not wait for cores that are busy.
+        return torch.from_numpy(bits.numpy().astype(np.int64)) @ weights + weights.sum()
+    return ((bits.to(torch.int64) + 1) * weights).sum(1)
 
 
 @lru_cache(maxsize=4096)
