@@ -40,8 +40,20 @@ class DeviceTime:
         return still / (self.busy + still) if still else 0.0
 
 
-def device_times(graph: Graph, compiled: Compiled, spans: Mapping[RankId, Sequence[Span]]) -> list[DeviceTime]:
-    """Of every device that has ranks, ascending."""
+def device_times(
+    graph: Graph,
+    compiled: Compiled,
+    spans: Mapping[RankId, Sequence[Span]],
+    around: Mapping[RankId, Sequence[Span]] | None = None,
+) -> list[DeviceTime]:
+    """Of every device that has ranks, ascending.
+
+    Args:
+        graph: the workflow.
+        compiled: its programs.
+        spans: of every rank in an execution.
+        around: what the ranks did meanwhile for other executions, none of it before or after this one.
+    """
     start = min((own[0].start for own in spans.values() if own), default=0.0)
     end = max((span.end for own in spans.values() for span in own), default=0.0)
     there: dict[int, list[RankId]] = {}
@@ -49,7 +61,10 @@ def device_times(graph: Graph, compiled: Compiled, spans: Mapping[RankId, Sequen
         for rank in range(stage.ranks):
             for device in stage.devices_of(rank):
                 there.setdefault(device, []).append((group, rank))
-    waits = _Waits(graph, spans)
+    if around:
+        every = {*spans, *around}
+        spans = {rank: sorted([*spans.get(rank, ()), *around.get(rank, ())], key=lambda s: s.start) for rank in every}
+    waits = Waits(graph, spans)
     found: list[DeviceTime] = []
     for device, ranks in sorted(there.items()):
         groups = tuple(dict.fromkeys(group for group, _ in ranks))
@@ -68,7 +83,7 @@ def device_times(graph: Graph, compiled: Compiled, spans: Mapping[RankId, Sequen
     return found
 
 
-class _Waits:
+class Waits:
     """What ranks waited for, by name."""
 
     def __init__(self, graph: Graph, spans: Mapping[RankId, Sequence[Span]]) -> None:
@@ -92,6 +107,7 @@ class _Waits:
         return {**found, BETWEEN: rest} if rest > 1e-9 else found
 
     def cause(self, group: str, span: Span) -> str:
+        """What a rank of a group waited for in this span."""
         if span.doing is Doing.LEASE:
             return TURN
         if span.doing is Doing.WEIGHTS:

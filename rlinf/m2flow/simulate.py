@@ -129,7 +129,7 @@ class _Simulation:
         self.turns = self._earlier()
         self.holders = {  # ticket -> the group whose turn it is, the first of several
             op.ticket: group
-            for group in reversed(compiled.layout)
+            for group in reversed(list(compiled.layout))
             for op in compiled.programs[phase][group]
             if isinstance(op, Acquire)
         }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 RankId = tuple[str, int]  # group, rank
@@ -70,3 +70,12 @@ class Execution:
     def label(self) -> str:
         """For people: ``step 3``, ``evaluate after step 4``."""
         return f"step {self.step}" if self.phase == "train" else f"{self.phase} after step {self.step}"
+
+
+def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """The parts of spans that lie between two moments."""
+    return [
+        replace(span, start=max(span.start, start), end=min(span.end, end))
+        for span in spans
+        if span.end > start and span.start < end
+    ]
