@@ -71,13 +71,13 @@ def run_rank(
     from rlinf.m2flow.sync import WeightSync
     from rlinf.worker import RankContext
 
-    mailbox, messages = Mailbox(), []
+    mailbox, messages = Mailbox(), dict[tuple[int, int], int]()  # (version, sender) -> bytes
 
     def listen() -> None:
         while (message := queues[group, rank].get()) is not None:
             what, key, source, item = message
             if what == "put":
-                messages.append((source, len(item)))
+                messages[key[-1], source] = len(item)
                 mailbox.put(key, source, pickle.loads(item))
             else:
                 mailbox.close(key, source, item)
@@ -94,10 +94,9 @@ def run_rank(
                 worker.version = version
                 sync.send("reads", version)
             else:
-                messages.clear()
                 sync.greet("sends")
                 sync.receive("sends", version)
-                worker.got.sizes = [size for _, size in sorted(messages)]
+                worker.got.sizes = [messages[version, sender] for sender in range(sizes["sends"])]
                 found.put((rank, version, worker.got))
         if group == "sends":  # its memory lasts until the last reader is done
             list(mailbox.stream(("readers", "sends", "reads", VERSIONS), sizes["reads"]))
