@@ -44,6 +44,7 @@ setup(
             "hypothesis>=6.140,<7",
             "ruff>=0.14,<0.18",
             "mypy>=1.18,<3",
+            "networkx>=3,<4",
             "mlflow-skinny>=3.17,<4",
         ],
     },

@@ -51,7 +51,7 @@ def batch_sizes(cfg: TrainConfig) -> BatchSizes:
         wrong += [f"{role}.dp={section.dp} must be 0 (all devices) or more"] if section.dp < 0 else []
         budget = getattr(section, "tokens_per_micro_batch", 1)
         wrong += [f"{role}.tokens_per_micro_batch={budget} must be at least 1"] if budget < 1 else []
-    for key in ("wait_s", "start_timeout_s"):
+    for key in ("wait_s", "start_timeout_s", "stall_s", "stall_end_s"):
         seconds = getattr(cfg.cluster, key)
         wrong += [f"cluster.{key}={seconds:g} must be 0 or more seconds"] if not seconds >= 0 else []
     if not 0 <= cfg.algorithm.critic_warmup < max(cfg.steps, 1):

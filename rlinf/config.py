@@ -65,6 +65,8 @@ class ClusterConfig:
     nodes: int = 0  # nodes to wait for and use; 0: those that are there
     wait_s: float = 120.0  # how long to wait for nodes to join, and for their resources to be free, before failing
     start_timeout_s: float = 600.0  # a stage of the start (workers, models and data) that takes longer fails; 0: never
+    stall_s: float = 300.0  # nothing has moved for so long: it is told who waits for what; 0: never
+    stall_end_s: float = 600.0  # further seconds after which a run that stands still ends; 0: never
     offload_dir: str | None = None  # CPU: folder for the state of groups that leave a device; null: in memory
     gpus: str = "auto"  # auto (use GPUs where there are any) | never
     runtime_env: dict[str, Any] = field(default_factory=dict)  # passed to ray.init

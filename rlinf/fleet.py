@@ -19,6 +19,7 @@ from rlinf.m2flow.graph import HOST, Graph
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.lease import LeaseServer
 from rlinf.m2flow.timeline import Doing
+from rlinf.watchdog import Watchdog
 from rlinf.worker import RankContext, Worker
 
 TEARDOWN_S = 3.0
@@ -43,6 +44,7 @@ class Fleet:
     Attributes:
         watch: called with a `Glimpse` of each group while the driver waits.
         limit: until when the calls that are made now must be answered.
+        watchdog: looks whether anything moves while the driver waits.
     """
 
     cluster: Cluster
@@ -51,6 +53,7 @@ class Fleet:
     watch: Callable[[Glimpse], None] = lambda glimpse: None
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
     limit: Deadline | None = None
+    watchdog: Watchdog | None = None
     _lease: Any = None
     _executions: int = 0
     _glimpses: dict[Any, str] = field(default_factory=dict)
@@ -83,6 +86,10 @@ class Fleet:
         found = self._all("identify", lambda group: ())
         for name, group in self.groups.items():
             group.introduce([found[name, rank] for rank in range(len(group.ranks))])
+        if self.watchdog is not None:
+            every = [(name, rank) for name, group in self.groups.items() for rank in range(len(group.ranks))]
+            self.watchdog.ranks = {(name, rank): self.groups[name].ranks[rank] for name, rank in every}
+            self.watchdog.places = {(name, rank): self.groups[name].places[rank] for name, rank in every}
         peers = {name: group.ranks for name, group in self.groups.items()}
         self._all("connect", lambda group: (self.graph, self.compiled, peers, self._lease, group.meet))
 
@@ -114,8 +121,10 @@ class Fleet:
         """Wait for what was begun.
 
         Raises:
-            RunFailed: a rank failed.
+            RunFailed: a rank failed, or nothing has moved for too long.
         """
+        if self.watchdog is not None:
+            self.watchdog.rest()
         return gather(calls, self._tick, limit=self.limit)
 
     def execute(self, phase: str, done: int) -> list[Report]:
@@ -175,6 +184,9 @@ class Fleet:
 
     def _tick(self) -> None:
         import ray
+
+        if self.watchdog is not None:
+            self.watchdog.look()
 
         if self._glimpses:
             ready, _ = ray.wait(list(self._glimpses), num_returns=len(self._glimpses), timeout=0)

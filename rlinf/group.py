@@ -79,7 +79,7 @@ def module_paths() -> list[str]:
 def _methods_in_groups(cls: type) -> type:
     import ray
 
-    for group, names in ((MAIL, ("deliver", "end")), (WATCH, ("watch",))):
+    for group, names in ((MAIL, ("deliver", "end")), (WATCH, ("watch", "state", "stacks"))):
         for name in names:
             setattr(cls, name, ray.method(concurrency_group=group)(getattr(cls, name)))
     return cls

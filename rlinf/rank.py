@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlinf.m2flow.compiler import Compiled
     from rlinf.m2flow.executor import Executor, Report, Turn
     from rlinf.m2flow.graph import Graph
+    from rlinf.m2flow.waits import State
 
 MAIL, WATCH = "mail", "watch"  # threads beside the program's own
 RENDEZVOUS_TIMEOUT_S = 600.0
@@ -98,6 +99,11 @@ class _RayWire:
 
         ray.get(self._lease.release.remote(execution, ticket))
 
+    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]:
+        import ray
+
+        return ray.get(self._lease.blockers.remote(execution, ticket))
+
     def settle(self) -> None:
         """Wait until everything sent has arrived; a peer that died raises."""
         import ray
@@ -123,6 +129,7 @@ class RankHost:
         self._log_to(ctx)
         self._doing = "start-up"
         self._progress: tuple[float, float] = (0.0, 0.0)
+        self._reports = 0
         self._mailbox = Mailbox()
         self._notes = _Notes()
         logging.getLogger("rlinf").addHandler(self._notes)
@@ -134,6 +141,7 @@ class RankHost:
 
     def _report(self, done: float, total: float) -> None:
         self._progress = (done, total)
+        self._reports += 1
 
     @staticmethod
     def _log_to(ctx: RankContext) -> None:
@@ -272,3 +280,37 @@ class RankHost:
         """(what it does, done, total, new warnings)."""
         doing = (self._executor.current if self._executor else "") or self._doing
         return (doing, *self._progress, self._notes.take())
+
+    def state(self) -> State:
+        """Where this rank stands; see `rlinf.watchdog`."""
+        import psutil
+
+        from rlinf.m2flow.waits import State
+
+        used = 0.0
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                times = process.cpu_times()
+                used += times.user + times.system
+        executor = self._executor
+        doing = (executor.current if executor else "") or self._doing
+        moves = (executor.moves if executor else 0) + self._reports
+        return State((self.ctx.group, self.ctx.rank), doing, executor.wait() if executor else None, moves, used)
+
+    def stacks(self) -> str:
+        """What each thread of this process is at: Python's view, and the kernel's."""
+        import threading
+        import traceback
+
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        found = [f"{self.ctx.group} rank {self.ctx.rank}, node {self._node}, pid {os.getpid()}"]
+        for number, frame in sys._current_frames().items():
+            if number != threading.get_ident():
+                found.append(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
+        for task in sorted(Path("/proc/self/task").iterdir()):
+            with contextlib.suppress(OSError):
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                comm, wchan = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
+                found.append(f"task {task.name} ({comm}): state {fields[0]}, waits in the kernel at {wchan or '-'}")
+        return "\n".join(found)

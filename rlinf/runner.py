@@ -25,6 +25,7 @@ from rlinf.m2flow.plan import save_plan
 from rlinf.m2flow.record import Record
 from rlinf.preflight import Ready
 from rlinf.tracking import Samples, Trackers, open_trackers, redact
+from rlinf.watchdog import Watchdog
 
 SCORE = "reward/mean"
 
@@ -95,6 +96,8 @@ class _Run:
         with console.stage("cluster"):
             cluster = Cluster.connect(cfg.cluster, console.note)
         self.fleet = Fleet(cluster, ready.graph, None, self._watch)  # type: ignore[arg-type]
+        limits = cfg.cluster.stall_s, cfg.cluster.stall_end_s
+        self.fleet.watchdog = Watchdog(*limits, ready.output_dir, console.note)
         try:
             plan = ready.plan(cluster.devices)
             self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness, cfg.plan.in_flight)

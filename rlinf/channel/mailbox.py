@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,17 +30,20 @@ class Mailbox:
         self._slots: dict[Hashable, _Slot] = defaultdict(_Slot)
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        self.moves = 0  # messages that have come
 
     def put(self, key: Hashable, source: int, item: Any) -> None:
         with self._changed:
             slot = self._slots[key]
             slot.items.append(item)
             slot.received[source] += 1
+            self.moves += 1
             self._changed.notify_all()
 
     def close(self, key: Hashable, source: int, sent: int) -> None:
         with self._changed:
             self._slots[key].expected[source] = sent
+            self.moves += 1
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
@@ -103,6 +106,14 @@ class Mailbox:
                 if items or complete or not wait:
                     return items, complete
                 self._changed.wait()
+
+    def lacking(self, key: Hashable, sources: Iterable[int]) -> list[int]:
+        """Sources that have not closed a key yet, or whose items are not all there."""
+        with self._changed:
+            slot = self._slots.get(key)
+            if slot is None:
+                return list(sources)
+            return [s for s in sources if s not in slot.expected or slot.received[s] < slot.expected[s]]
 
     def complete(self, key: Hashable, sources: int) -> bool:
         """Whether all that will come under a key is there; it stays."""

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import GeneratorType
 from typing import Any, Protocol
 
-import numpy as np
-
 from rlinf.batch import GROUP, ROW, Batch
 from rlinf.channel.mailbox import Mailbox
-from rlinf.channel.routing import route
 from rlinf.errors import WorkflowError
 from rlinf.m2flow.compiler import (
     Acquire,
@@ -31,10 +29,10 @@ from rlinf.m2flow.compiler import (
 )
 from rlinf.m2flow.graph import TRAIN, Graph, Node, Source
 from rlinf.m2flow.host import Host
-from rlinf.m2flow.inflow import Inflow
-from rlinf.m2flow.rows import descend, pieces
+from rlinf.m2flow.ports import Inlet, Outlet, Turn
 from rlinf.m2flow.sync import WeightSync
 from rlinf.m2flow.timeline import Doing, Span
+from rlinf.m2flow.waits import RankId, Wait
 from rlinf.metrics import Metric, Metrics, Reduction
 from rlinf.worker import Worker
 
@@ -46,37 +44,7 @@ class Wire(Protocol):
     def close(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, sent: int) -> None: ...
     def acquire(self, execution: int, ticket: int) -> None: ...
     def release(self, execution: int, ticket: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One execution of a phase's programs.
-
-    Attributes:
-        phase: which.
-        execution: a number that no other execution of the run has; all ranks get the same.
-        done: training iterations before this one; versions of weights follow from it, and which stages still wait.
-        since: iterations that were done when nothing else was under way for the last time.
-        until: iterations that will be done when that is so again.
-    """
-
-    phase: str
-    execution: int
-    done: int
-    since: int
-    until: int
-
-    def sampled(self, staleness: int) -> int:
-        """Training iterations that the weights have seen with which this one's samples are made.
-
-        Exactly ``staleness`` fewer than there are before it, or those since when nothing else was under way: so the
-        samples do not depend on who is faster.
-        """
-        return max(self.done - staleness, self.since)
-
-    def wanted(self, staleness: int) -> bool:
-        """Whether some iteration will be sampled with the weights as they are before this one."""
-        return self.done == self.since or self.done + staleness < self.until
+    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]: ...
 
 
 @dataclass
@@ -102,7 +70,9 @@ class Executor:
         self.current = ""  # the node or operation that runs now
         self.away = False  # the worker's state is off its device
         self._sync = WeightSync(worker, mailbox, wire, compiled.layout, self.spend, slots=compiled.staleness + 1)
-        self._inputs: dict[int, _Input] = {}
+        self._moves = 0
+        self._wait: tuple[Doing, str, Callable[[], list[RankId]]] | None = None
+        self._inputs: dict[int, Inlet] = {}
         self._report = Report("", 0)
 
     def run(self, turn: Turn) -> Report:
@@ -116,12 +86,13 @@ class Executor:
         for op in program:
             match op:
                 case Pull(node, sources):
-                    self._inputs[node] = _Input(self, turn, self.graph.nodes[node], sources)
+                    self._inputs[node] = Inlet(self, turn, self.graph.nodes[node], sources)
                     self._inputs[node].begin()
                 case Run(node, targets, tells):
                     self._run(turn, self.graph.nodes[node], targets, tells)
                 case Acquire(ticket):
-                    with self.spend(Doing.LEASE, ctx.group, "wait for the device"):
+                    on = partial(self._holders, turn.execution, ticket)
+                    with self.spend(Doing.LEASE, ctx.group, "its turn on the device", on=on):
                         self.wire.acquire(turn.execution, ticket)
                 case Release(ticket):
                     self.wire.release(turn.execution, ticket)
@@ -150,13 +121,58 @@ class Executor:
         self.away = True
 
     @contextmanager
-    def spend(self, doing: Doing, name: str, shown: str = "", rows: int = 0) -> Iterator[None]:
-        """Record what the time within is spent on."""
-        before, self.current = self.current, shown or name
+    def spend(
+        self, doing: Doing, name: str, shown: str = "", rows: int = 0, on: Callable[[], list[RankId]] | None = None
+    ) -> Iterator[None]:
+        """Record what the time within is spent on.
+
+        Args:
+            doing: of which kind.
+            name: of the stage, or of what is waited for.
+            shown: to a person; the name by default. Of a wait: what it is for.
+            rows: that are worked on.
+            on: of a wait: tells which ranks could end it.
+        """
+        before = self.current, self._wait
+        self.current = shown or name
+        if on is not None:
+            self.current, self._wait = f"wait for {shown}", (doing, shown, on)
+        self._moves += 1
         start = time.time()
         yield
-        self._report.spans.append(Span(doing, name, start, time.time(), rows))
-        self.current = before
+        self.record(Span(doing, name, start, time.time(), rows))
+        self._moves += 1
+        self.current, self._wait = before
+
+    def record(self, span: Span) -> None:
+        """Keep what a stretch of time was spent on."""
+        self._report.spans.append(span)
+
+    @property
+    def moves(self) -> int:
+        """Grows with each operation, and each message that comes."""
+        return self._moves + self.mailbox.moves
+
+    def wait(self) -> Wait | None:
+        """What is waited for now. For another thread than the program's own."""
+        found = self._wait
+        return None if found is None else Wait(found[0], found[1], tuple(found[2]()))
+
+    def _holders(self, execution: int, ticket: int) -> list[RankId]:
+        """Ranks of the groups whose turn must be over first."""
+        programs, found = self.compiled.programs, set()
+        for phase, earlier in self.wire.blockers(execution, ticket):
+            found |= {group for group, ops in programs[phase].items() if Acquire(earlier) in ops}
+        return [(group, rank) for group in sorted(found) for rank in range(self.compiled.layout[group].ranks)]
+
+    def lacking(self, keys: Mapping[Hashable, str]) -> list[RankId]:
+        """Ranks that have not closed some keys, by the first rank of each replica; the group that closes each."""
+        layout = self.compiled.layout
+        return [
+            (group, dp_rank * layout[group].tp_ranks)
+            for key, group in keys.items()
+            for dp_rank in self.mailbox.lacking(key, range(layout[group].dp))
+        ]
 
     # Stages
 
@@ -168,7 +184,7 @@ class Executor:
                 given.drain()
             report.metrics[node.name] = {"waits": Metric(waits, reduction=Reduction.LAST)}
             return
-        outlet = _Outlet(self, turn, node, targets)
+        outlet = Outlet(self, turn, node, targets)
         if isinstance(node.call, Source):
             assert isinstance(self.worker, Host)  # it alone runs sources, and keeps their cursors
             with self.spend(Doing.RUN, node.name):
@@ -182,7 +198,7 @@ class Executor:
         report.metrics[node.name] = self.worker.metrics.take()
         report.rows += self.worker.metrics.take_rows()
 
-    def _stage(self, node: Node, given: _Input, outlet: _Outlet) -> None:
+    def _stage(self, node: Node, given: Inlet, outlet: Outlet) -> None:
         call = node.call or getattr(self.worker, node.spec.name)
         self.worker.ctx.report(0.0, 0.0)
         if node.spec.streams:
@@ -219,135 +235,6 @@ class Executor:
             key = ("rows", turn.execution, index)
             self.wire.send(group, every, key, 0, made[ROW].numpy())
             self.wire.close(group, every, key, 0, 1)
-
-
-class _Input:
-    """The rows that a node reads, in pieces as its granularity says. Iterate once."""
-
-    def __init__(self, executor: Executor, turn: Turn, node: Node, sources: tuple[int, ...]) -> None:
-        graph, compiled = executor.graph, executor.compiled
-        self.executor, self.node, self.sources = executor, node, sources
-        self.running = False  # the time between two pieces is the stage's
-        self._since = (0.0, 0)
-        self._open: dict[Hashable, int] = {
-            (turn.phase, turn.execution, source, node.index): compiled.layout[graph.nodes[source].worker].dp
-            for source in sources
-        }
-        self._number = {key: i for i, key in enumerate(self._open)}
-        self._turn = turn
-        self._first: Batch | None = None
-        self._flow = Inflow(node.name, len(sources), None)
-
-    def begin(self) -> None:
-        """Wait for the first piece."""
-        executor, node = self.executor, self.node
-        names = " and ".join(executor.graph.nodes[source].name for source in self.sources)
-        self._shown = f"wait for {names}"
-        with executor.spend(Doing.ROWS, node.name, self._shown):
-            if granularity := executor.compiled.granularity[node.index]:
-                self._flow = self._in_pieces(granularity)
-            self._first = self._wait()
-
-    def _in_pieces(self, granularity: int) -> Inflow:
-        executor, node, ctx = self.executor, self.node, self.executor.worker.ctx
-        lineage = executor.graph.lineage(node.index)
-        assert lineage.factors is not None  # the compiler takes such stages whole
-        dp = executor.compiled.layout[node.worker].dp
-        told = list(executor.mailbox.stream(("rows", self._turn.execution, node.index), 1))
-        ids = descend(np.concatenate(told), lineage.factors)
-        collective = executor.worker.collective and ctx.world_size > 1
-        expected = pieces(ids, lineage.group, node.spec.unit, dp, ctx.dp_rank, granularity, even=collective)
-        return Inflow(
-            node.name,
-            len(self.sources),
-            expected,
-            # Tensor-parallel ranks must be given the same piece in each call, and sums the same order in each run.
-            in_order=node.spec.streams or ctx.tp > 1,
-            merge=not (collective or node.spec.streams or ctx.deterministic),
-        )
-
-    def __iter__(self) -> Iterator[Batch]:
-        piece = self._first
-        self._first = None
-        while piece is not None:
-            if self.running:
-                self._since = (time.time(), piece.n)
-            yield piece
-            if self.running:
-                self.end()
-            if self._flow.over:
-                self._finish()
-                if self.running:
-                    self._since = (time.time(), 0)  # what the stage does once it has all rows
-                return
-            with self.executor.spend(Doing.ROWS, self.node.name, self._shown):
-                piece = self._wait()
-
-    def end(self) -> None:
-        """The stage's time with the last piece is over."""
-        start, rows = self._since
-        if start:
-            self.executor._report.spans.append(Span(Doing.RUN, self.node.name, start, time.time(), rows))
-        self._since = (0.0, 0)
-
-    def drain(self) -> None:
-        """Take all rows and forget them."""
-        for _ in self:
-            pass
-
-    def _wait(self) -> Batch | None:
-        """The next piece; ``None``: there is none."""
-        while (piece := self._flow.take()) is None and not self._flow.over:
-            items, complete = self.executor.mailbox.any(self._open)
-            for key, item in items:
-                self._flow.add(self._number[key], item)
-            for key in complete:
-                del self._open[key]
-                self._flow.close(self._number[key])
-        return piece
-
-    def _finish(self) -> None:
-        """Closing messages may still be on their way."""
-        while self._open:
-            _, complete = self.executor.mailbox.any(self._open)
-            for key in complete:
-                del self._open[key]
-
-
-class _Outlet:
-    """What a node writes, on its way to its consumers."""
-
-    def __init__(self, executor: Executor, turn: Turn, node: Node, targets: tuple[int, ...]) -> None:
-        self.executor, self.turn, self.node, self.targets = executor, turn, node, targets
-        self.ctx = executor.worker.ctx
-        self.sent = dict.fromkeys(targets, 0)
-
-    def push(self, out: Batch) -> None:
-        """Send rows to the ranks that they belong to, with the fields that are read there."""
-        if self.ctx.tp_rank:
-            return  # tensor-parallel ranks make the same rows; the first one sends them
-        graph, layouts = self.executor.graph, self.executor.compiled.layout
-        for target in self.targets:
-            consumer = graph.nodes[target]
-            layout = layouts[consumer.worker]
-            fields = [name for name, at in consumer.reads.items() if at == self.node.index]
-            part = out.only({ROW, *([GROUP] if GROUP in out else []), *fields})
-            for dp_rank, rows in enumerate(route(part, layout.dp, consumer.spec.unit)):
-                ranks = [dp_rank * layout.tp_ranks + t for t in range(layout.tp_ranks)]
-                self.executor.wire.send(consumer.worker, ranks, self._key(target), self.ctx.dp_rank, rows)
-            self.sent[target] += 1
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        if self.ctx.tp_rank:
-            return
-        for target in self.targets:
-            group = self.executor.graph.nodes[target].worker
-            every = list(range(self.executor.compiled.layout[group].ranks))
-            self.executor.wire.close(group, every, self._key(target), self.ctx.dp_rank, self.sent[target])
-
-    def _key(self, target: int) -> tuple[Any, ...]:
-        return (self.turn.phase, self.turn.execution, self.node.index, target)
 
 
 def _complete(node: Node, given: Batch, made: Batch) -> Batch:

@@ -63,13 +63,14 @@ class LeaseServer:
     def __init__(self, tickets: Mapping[str, tuple[Ticket, ...]]) -> None:
         self._tickets = tickets
         self._books: dict[int, LeaseBook] = {}  # execution -> its turns; finished ones are gone
+        self._phases: dict[int, str] = {}
         self._changed = asyncio.Condition()
 
     def begin(self, phase: str, execution: int) -> None:
         """An execution starts; they are numbered in the order in which they do."""
         book = LeaseBook(self._tickets[phase])
         if not book.finished:
-            self._books[execution] = book
+            self._books[execution], self._phases[execution] = book, phase
 
     async def acquire(self, execution: int, ticket: int) -> None:
         """Return when it is this ticket's turn."""
@@ -82,7 +83,21 @@ class LeaseServer:
             book.release(ticket)
             if book.finished:
                 self._books.pop(execution)
+                self._phases.pop(execution)
             self._changed.notify_all()
+
+    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]:
+        """(phase, ticket) of the turns that must be over before this one."""
+        own = self._books.get(execution)
+        if own is None:
+            return []
+        found = [(self._phases[execution], earlier) for earlier in own.blockers(ticket)]
+        devices = own.tickets[ticket].devices
+        for number, book in self._books.items():
+            if number < execution:
+                turns = enumerate(book.tickets)
+                found += [(self._phases[number], t) for t, turn in turns if turn.devices & devices and not book.done(t)]
+        return found
 
     def _blocked(self, execution: int, ticket: int) -> bool:
         own = self._books[execution]

@@ -11,6 +11,7 @@ from rlinf.channel.mailbox import Mailbox
 from rlinf.host import this_host
 from rlinf.m2flow.plan import Stage
 from rlinf.m2flow.timeline import Doing
+from rlinf.m2flow.waits import RankId
 from rlinf.vps.brief import Heard, Told
 from rlinf.worker import Worker
 
@@ -44,7 +45,7 @@ class WeightSync:
         mailbox: Mailbox,
         wire: Wire,
         layout: Mapping[str, Stage],
-        spend: Callable[[Doing, str, str], AbstractContextManager[None]],
+        spend: Callable[..., AbstractContextManager[None]],
         slots: int = 1,
     ) -> None:
         self.worker, self.mailbox, self.wire, self.layout = worker, mailbox, wire, layout
@@ -63,13 +64,13 @@ class WeightSync:
         number, readers = self._count.get(pair, 0), self.layout[target].ranks
         freed = max(number + 1 - self.slots, 0)
         if freed or not number:
-            with self.spend(Doing.WEIGHTS, target, f"wait for {target} to be done with the last weights"):
-                hosts = dict(self.mailbox.stream(("readers", *pair, freed), readers))
+            told = ("readers", *pair, freed)
+            with self._waiting(target, f"{target} to be done with the last weights", told):
+                hosts = dict(self.mailbox.stream(told, readers))
             if target not in self._ways:
                 self._ways[target] = self._choose(target, hosts)
         here, away = self._ways[target]
-        doing = f"send weights to {target}"
-        with self.spend(Doing.SYNC, doing, doing):
+        with self.spend(Doing.SYNC, f"send weights to {target}"):
             published = self.worker.publish_weights(target, inline=bool(away), slot=number % self.slots)
             key = ("weights", *pair, version)
             # Readers of this host map the memory; the bytes themselves go to the others alone.
@@ -95,10 +96,10 @@ class WeightSync:
             return
         number = self._count[pair]
         ranks = self.layout[source].ranks
-        with self.spend(Doing.WEIGHTS, source, f"wait for version {version} of the weights of {source}"):
-            by_rank = dict(self.mailbox.stream(("weights", *pair, version), ranks))
-        doing = f"receive weights from {source}"
-        with self.spend(Doing.SYNC, doing, doing):
+        sent = ("weights", *pair, version)
+        with self._waiting(source, f"version {version} of the weights of {source}", sent):
+            by_rank = dict(self.mailbox.stream(sent, ranks))
+        with self.spend(Doing.SYNC, f"receive weights from {source}"):
             whole = [self._heard.whole(f"{source} rank {rank}", by_rank[rank]) for rank in range(ranks)]
             self.worker.receive_weights(version, whole)
         self._version[pair], self._count[pair] = version, number + 1
@@ -124,6 +125,14 @@ class WeightSync:
             away,
         )
         return here, away
+
+    def _waiting(self, group: str, what: str, key: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """While every rank of a group closes a key."""
+
+        def lacking() -> list[RankId]:
+            return [(group, rank) for rank in self.mailbox.lacking(key, range(self.layout[group].ranks))]
+
+        return self.spend(Doing.WEIGHTS, group, what, on=lacking)
 
     def _tell(self, group: str, key: tuple[Any, ...], item: Any, ranks: list[int] | None = None) -> None:
         """Send one item to ranks of a group, all by default."""

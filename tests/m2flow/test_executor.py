@@ -55,6 +55,9 @@ class Local:
 
             assert self.changed.wait_for(mine, timeout=20)
 
+    def blockers(self, execution, ticket) -> list[tuple[str, int]]:
+        return [(TRAIN, earlier) for earlier in self.books[execution].blockers(ticket)]
+
     def release(self, execution, ticket) -> None:
         with self.changed:
             self.books[execution].release(ticket)
