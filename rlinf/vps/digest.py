@@ -169,7 +169,8 @@ def _in_rows(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     # One is added so that zeros count too.
     if bits.device.type == "cpu":
         # A product of integer matrices runs in one pass and on one thread, and does not wait for cores that are busy.
-        return torch.from_numpy(bits.numpy().astype(np.int64)) @ weights + weights.sum()
+        # (Not by ``numpy()``: it leaves a storage that can no longer be freed by resizing it.)
+        return torch.from_numpy(np.from_dlpack(bits).astype(np.int64)) @ weights + weights.sum()
     return ((bits.to(torch.int64) + 1) * weights).sum(1)
 
 

@@ -58,7 +58,7 @@ class Wire:
 
 
 @contextmanager
-def spend(*_: Any) -> Iterator[None]:
+def spend(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 

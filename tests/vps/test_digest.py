@@ -113,3 +113,4 @@ def test_what_is_digested_stays_as_it_is(dtype: torch.dtype) -> None:
     values = torch.arange(12).view(3, 4).to(dtype)
     assert alone(values) == alone(values)
     assert torch.equal(values, torch.arange(12).view(3, 4).to(dtype))
+    values.untyped_storage().resize_(0)  # it can still be freed
