@@ -147,7 +147,7 @@ class Publication:
             return self.mapped(), None
         if self.inline is None:
             raise LayoutError("weights of another host came without their bytes")
-        memory = Memory.create(self.handle.nbytes)
+        memory = Memory.create(len(self.inline))
         memory.data.copy_(read_only(self.inline))
         return replace(self, handle=memory.handle, inline=None), memory
 

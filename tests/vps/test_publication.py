@@ -80,14 +80,19 @@ def abroad(source: Source, given_: dict[str, torch.Tensor]) -> list[Publication]
         away = replace(published, handle=replace(published.handle, host="another"))
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(away, protocol=5, buffer_callback=buffers.append)
-        assert sum(buffer.raw().nbytes for buffer in buffers) >= published.handle.nbytes  # out of band
+        assert published.inline is not None
+        assert sum(buffer.raw().nbytes for buffer in buffers) >= published.inline.nbytes  # out of band
         found.append(pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers]))
     return found
 
 
-def test_to_another_host_the_bytes_go_along_and_can_be_laid_open_there() -> None:
-    source = Source(given_ := weights(), 2)
+@pytest.mark.parametrize("common", [True, False])
+def test_to_another_host_the_bytes_go_along_and_can_be_laid_open_there(common: bool) -> None:
+    source = Source(given_ := weights(), 2, common=common)
     away = abroad(source, given_)
+    whole = sum(tensor.nbytes for tensor in given_.values())
+    room = len(away) * 3 * 64  # each rank's buffers are aligned, and there is one for each dtype
+    assert whole <= sum(len(each.inline) for each in away if each.inline is not None) <= whole + room
     source.spoil()
     assert same(read(away), given_)
     here, memories = zip(*(published.here() for published in away), strict=True)
