@@ -11,7 +11,7 @@ from typing import Any
 
 from rlinf.channel.choice import explain
 from rlinf.channel.codec import detached, encode
-from rlinf.channel.errors import ChannelFailed, ChannelTimeout, EndOfStream, packed
+from rlinf.channel.errors import ChannelError, ChannelFailed, ChannelTimeout, EndOfStream, packed
 from rlinf.channel.member import Delivered, Member
 from rlinf.channel.spec import ChannelSpec, Place, check_key
 from rlinf.channel.transports.base import Offer
@@ -99,6 +99,7 @@ class Channel:
         self, item: Any, keys: tuple[Hashable, ...], weight: float, priority: int
     ) -> tuple[int, Future[Any]] | None:
         member, name = self._member, self.spec.name
+        self._check_side("producers")
         self._check()
         for key in keys:
             check_key(key)
@@ -128,6 +129,7 @@ class Channel:
 
         Consumers see the end once every producer has closed and all items are acknowledged.
         """
+        self._check_side("producers")
         self._check()
         if key is not EVERY:
             check_key(key)
@@ -273,6 +275,13 @@ class Channel:
         if error := self._member.broken.get(self.spec.name):
             raise error
 
+    def _check_side(self, side: str) -> None:
+        if self._member.name not in getattr(self.spec, side):
+            known = ", ".join(getattr(self.spec, side))
+            raise ChannelError(
+                f"channel {self.spec.name!r}: {self._member.name} is none of its {side}, who are {known}"
+            )
+
     # Waiting
 
     def _acknowledged(self) -> tuple[int, ...]:
@@ -282,6 +291,7 @@ class Channel:
     def _want(
         self, keys: tuple[Hashable, ...], at_least: float, at_most: float, most: int, done: tuple[int, ...]
     ) -> tuple[int, Future[Any]]:
+        self._check_side("consumers")
         for key in keys:
             check_key(key)
         if isinstance(error := self._member.broken.get(self.spec.name), ChannelFailed):
