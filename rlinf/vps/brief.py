@@ -7,11 +7,12 @@ the first time, and when it has changed; in between its hash stands for it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlinf.vps.layout import RankLayout
 from rlinf.vps.memory import Handle
 from rlinf.vps.publication import Description, Publication
 from rlinf.vps.space import LayoutError
@@ -63,7 +64,9 @@ class Heard:
             LayoutError: it is brief about what the source never described.
         """
         if isinstance(item, Publication):
-            self._last[source] = item.description
+            # Copied: what stays for all syncs must not hold on to the message, with all its bytes, that it came in.
+            self._last[source] = Description(item.space, RankLayout(item.layout.pieces.copy(), item.layout.buffers))
+            return replace(item, description=self._last[source])
         if not isinstance(item, Brief):
             return item
         known = self._last.get(source)

@@ -82,6 +82,10 @@ class Pieces:
         """These rows, in this order."""
         return replace(self, **{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
+    def copy(self) -> Pieces:
+        """The same in memory of its own."""
+        return Pieces(*(getattr(self, column.name).copy() for column in fields(self)))
+
     @property
     def end(self) -> Ints:
         return self.start + self.size

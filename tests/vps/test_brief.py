@@ -54,6 +54,20 @@ def test_a_reader_that_missed_what_was_told_once_says_so() -> None:
         heard.whole("actor rank 1", told.brief("readers", one))
 
 
+def test_a_reader_holds_on_to_no_message() -> None:
+    published, _publisher = publish(model(2))
+    told, heard = Told(), Heard()
+    raw: list[memoryview] = []
+    data = pickle.dumps(told.brief("readers", published), protocol=5, buffer_callback=lambda b: raw.append(b.raw()))
+    message = [bytearray(each) for each in raw]
+    assert message
+    heard.whole("source", pickle.loads(data, buffers=message))
+    for each in message:
+        each[:] = b"\xff" * len(each)  # its memory is used for something else
+    found = read([heard.whole("source", told.brief("readers", published))])
+    assert all(torch.equal(found[name], values) for name, values in model(2).items())
+
+
 def test_what_is_no_publication_goes_as_it_is() -> None:
     told, heard = Told(), Heard()
     assert [heard.whole("source", told.brief("readers", (1, 2))) for _ in range(2)] == [(1, 2)] * 2
