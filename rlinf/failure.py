@@ -20,6 +20,8 @@ _ECHOES = (
     "ncclsystemerror",
     "the actor died",
     "actor is dead",
+    "peerdied",
+    "brokerdied",
 )
 
 

@@ -17,9 +17,9 @@ from rlinf.m2flow.compiler import Compiled
 from rlinf.m2flow.executor import Report, Turn
 from rlinf.m2flow.graph import HOST, Graph
 from rlinf.m2flow.host import Host
-from rlinf.m2flow.lease import LeaseServer
 from rlinf.m2flow.timeline import Doing
 from rlinf.watchdog import Watchdog
+from rlinf.wire import Services
 from rlinf.worker import RankContext, Worker
 
 TEARDOWN_S = 3.0
@@ -54,7 +54,7 @@ class Fleet:
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
     limit: Deadline | None = None
     watchdog: Watchdog | None = None
-    _lease: Any = None
+    _services: Any = None
     _executions: int = 0
     _glimpses: dict[Any, str] = field(default_factory=dict)
 
@@ -64,7 +64,9 @@ class Fleet:
         Raises:
             RunFailed: a rank could not start.
         """
-        self._lease = self.cluster.launch(LeaseServer, self.compiled.tickets, max_concurrency=1000)
+        several = len(self.cluster.nodes) > 1
+        ip = self.cluster.nodes[0].ip if several else "127.0.0.1"
+        self._services = self.cluster.launch(Services, self.compiled.tickets, ip, max_concurrency=1000)
         folder = self.cluster.cfg.offload_dir
         for name, stage in self.compiled.layout.items():
             cls: type[Worker] = Host if name == HOST else self.graph.workers[name].cls
@@ -90,8 +92,11 @@ class Fleet:
             every = [(name, rank) for name, group in self.groups.items() for rank in range(len(group.ranks))]
             self.watchdog.ranks = {(name, rank): self.groups[name].ranks[rank] for name, rank in every}
             self.watchdog.places = {(name, rank): self.groups[name].places[rank] for name, rank in every}
-        peers = {name: group.ranks for name, group in self.groups.items()}
-        self._all("connect", lambda group: (self.graph, self.compiled, peers, self._lease, group.meet))
+        import ray
+
+        broker = ray.get(self._services.address.remote())
+        run = (self.graph, self.compiled, self._services, broker, several)
+        self._all("connect", lambda group: (*run, group.meet))
 
     def setup(self) -> dict[str, list[int]]:
         """Build all workers. Returns the bytes on the device, by group and rank."""
@@ -114,7 +119,7 @@ class Fleet:
 
         self._executions += 1
         turn = Turn(phase, self._executions, done, since, until)
-        ray.get(self._lease.begin.remote(phase, turn.execution))
+        ray.get(self._services.begin.remote(phase, turn.execution))
         return self._ask("execute", lambda group: (turn,))
 
     def finish(self, calls: Calls) -> list[Report]:

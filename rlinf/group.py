@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.cluster import Cluster, Device
 from rlinf.deadline import Deadline
 from rlinf.failure import Failure, RankError, RunFailed, interruption
-from rlinf.rank import MAIL, WATCH, RankHost
+from rlinf.rank import WATCH, RankHost
 from rlinf.worker import RankContext, Worker
 
 
@@ -55,7 +55,7 @@ class WorkerGroup:
                     module_paths(),
                     cloudpickle.dumps((worker, cfg, replace(ctx, rank=rank, device=kind))),
                     devices=mine,
-                    concurrency_groups={MAIL: 1, WATCH: 1},
+                    concurrency_groups={WATCH: 1},
                 )
             )
         return cls(name, ranks, [((mine or cluster.devices)[0].node.ip, 0) for mine in devices])
@@ -79,9 +79,8 @@ def module_paths() -> list[str]:
 def _methods_in_groups(cls: type) -> type:
     import ray
 
-    for group, names in ((MAIL, ("deliver", "end")), (WATCH, ("watch", "state", "stacks"))):
-        for name in names:
-            setattr(cls, name, ray.method(concurrency_group=group)(getattr(cls, name)))
+    for name in ("watch", "state", "stacks"):
+        setattr(cls, name, ray.method(concurrency_group=WATCH)(getattr(cls, name)))
     return cls
 
 

@@ -1,7 +1,7 @@
 """RankHost: the Ray actor around one worker. A thin shell: what a rank does stands in `Worker` and `Executor`.
 
-A rank has three threads of work: its program, its mailbox (so that rows arrive while it computes), and a watch that
-tells the driver how far it is. This module imports nothing heavy, so that a rank can set its environment (threads,
+A rank has three threads of work: its program, its mail (so that rows arrive while it computes), and a watch that tells
+the driver how far it is. This module imports nothing heavy, so that a rank can set its environment (threads,
 GPUs) before the libraries that read it are loaded.
 """
 
@@ -24,12 +24,14 @@ from rlinf.failure import Failure, RankError
 from rlinf.worker import RankContext
 
 if TYPE_CHECKING:
+    from rlinf.channel.spec import Address
     from rlinf.m2flow.compiler import Compiled
     from rlinf.m2flow.executor import Executor, Report, Turn
     from rlinf.m2flow.graph import Graph
     from rlinf.m2flow.waits import State
+    from rlinf.wire import ChannelWire
 
-MAIL, WATCH = "mail", "watch"  # threads beside the program's own
+WATCH = "watch"  # a thread beside the program's own
 RENDEZVOUS_TIMEOUT_S = 600.0
 
 
@@ -50,66 +52,6 @@ class _Notes(logging.Handler):
     def take(self) -> list[str]:
         new, self._new = self._new, []
         return new
-
-
-class _RayWire:
-    """Reaches other ranks by Ray calls; large items travel in the object store, straight from rank to rank."""
-
-    def __init__(self, me: tuple[str, int], mailbox: Mailbox, peers: Mapping[str, Sequence[Any]], lease: Any) -> None:
-        self._me = me
-        self._mailbox = mailbox
-        self._peers = peers
-        self._lease = lease
-        self._sent: list[Any] = []
-
-    def send(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, item: Any) -> None:
-        import ray
-
-        away = [rank for rank in ranks if (group, rank) != self._me]
-        if len(away) < len(ranks):
-            self._mailbox.put(key, source, item)
-        if away:
-            packed = ray.put(item) if len(away) > 1 else item
-            for rank in away:
-                self._follow(self._peers[group][rank].deliver.remote(key, source, packed))
-
-    def close(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, sent: int) -> None:
-        for rank in ranks:
-            if (group, rank) == self._me:
-                self._mailbox.close(key, source, sent)
-            else:
-                self._follow(self._peers[group][rank].end.remote(key, source, sent))
-
-    def _follow(self, sent: Any) -> None:
-        """A message that does not arrive must end a wait for rows that depend on it: `settle` would come too late."""
-        self._sent.append(sent)
-        sent.future().add_done_callback(self._arrived)
-
-    def _arrived(self, sent: Any) -> None:
-        if (error := sent.exception()) is not None:
-            self._mailbox.fail(error)
-
-    def acquire(self, execution: int, ticket: int) -> None:
-        import ray
-
-        ray.get(self._lease.acquire.remote(execution, ticket))
-
-    def release(self, execution: int, ticket: int) -> None:
-        import ray
-
-        ray.get(self._lease.release.remote(execution, ticket))
-
-    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]:
-        import ray
-
-        return ray.get(self._lease.blockers.remote(execution, ticket))
-
-    def settle(self) -> None:
-        """Wait until everything sent has arrived; a peer that died raises."""
-        import ray
-
-        sent, self._sent = self._sent, []
-        ray.get(sent)
 
 
 class RankHost:
@@ -136,7 +78,7 @@ class RankHost:
         self.ctx = replace(ctx, threads=threads, report=self._report)
         self.worker = cls(cfg, self.ctx)
         self._executor: Executor | None = None
-        self._wire: _RayWire | None = None
+        self._wire: ChannelWire | None = None
         self._node = socket.gethostname()
 
     def _report(self, done: float, total: float) -> None:
@@ -179,14 +121,24 @@ class RankHost:
             return self._node, os.getpid(), address, probe.getsockname()[1]
 
     def connect(
-        self, graph: Graph, compiled: Compiled, peers: Mapping[str, Sequence[Any]], lease: Any, meet: tuple[str, int]
+        self,
+        graph: Graph,
+        compiled: Compiled,
+        services: Any,
+        broker: Address,
+        several_nodes: bool,
+        meet: tuple[str, int],
     ) -> None:
         """Learn the others, and form the group's process group where the worker asks for one."""
+        import ray
 
         from rlinf.m2flow.executor import Executor
+        from rlinf.wire import ChannelWire
 
         def connect() -> None:
-            self._wire = _RayWire((self.ctx.group, self.ctx.rank), self._mailbox, peers, lease)
+            everyone = {group: stage.ranks for group, stage in compiled.layout.items()}
+            ip = ray.util.get_node_ip_address() if several_nodes else ""
+            self._wire = ChannelWire((self.ctx.group, self.ctx.rank), self._mailbox, everyone, broker, services, ip)
             self._executor = Executor(graph, compiled, self.worker, self._mailbox, self._wire)
             if self.worker.collective and self.ctx.world_size > 1:
                 self._rendezvous(*meet)
@@ -227,10 +179,7 @@ class RankHost:
     def execute(self, turn: Turn) -> Report:
         def execute() -> Report:
             assert self._executor is not None
-            assert self._wire is not None
-            report = self._executor.run(turn)
-            self._wire.settle()
-            return report
+            return self._executor.run(turn)
 
         return self._guard(turn.phase, execute)
 
@@ -264,15 +213,11 @@ class RankHost:
 
     def teardown(self) -> None:
         self._mailbox.cancel()
-        self._guard("teardown", self.worker.teardown)
-
-    # Mail: runs beside the program.
-
-    def deliver(self, key: tuple[Any, ...], source: int, item: Any) -> None:
-        self._mailbox.put(key, source, item)
-
-    def end(self, key: tuple[Any, ...], source: int, sent: int) -> None:
-        self._mailbox.close(key, source, sent)
+        try:
+            self._guard("teardown", self.worker.teardown)
+        finally:
+            if self._wire is not None:
+                self._wire.leave()
 
     # Watch
 

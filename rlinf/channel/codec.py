@@ -138,7 +138,9 @@ class _Views:
         nbytes = dtype.itemsize * math.prod(shape)
         if not nbytes:
             return np.empty(shape, dtype)
-        return np.ndarray(shape, dtype, memoryview(self._area.data)[offset : offset + nbytes])
+        # By way of a tensor: an array made of the area would hold on to whatever the area looks at, not to the area.
+        flat = torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=offset)
+        return flat.numpy().view(dtype).reshape(shape)
 
 
 class _Unpickler(pickle.Unpickler):

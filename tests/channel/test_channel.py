@@ -518,14 +518,17 @@ def put_more(member: Member, state: dict[str, Any], spec: ChannelSpec, first: in
     return _resident(os.getpid())
 
 
-def test_memory_is_not_used_again_while_somebody_looks_at_it(broker: Broker, remote: Callable[..., Remote]) -> None:
+@pytest.mark.parametrize("make", [torch.full, np.full])
+def test_memory_is_not_used_again_while_somebody_looks_at_it(
+    broker: Broker, remote: Callable[..., Remote], make: Callable[..., Any]
+) -> None:
     spec, other = pair(), remote("p")
     with Member(broker.address, "c") as member:
         channel = member.channel(spec)
-        other(put_all, spec, [torch.full((1 << 16,), float(i)) for i in range(8)], False)
+        other(put_all, spec, [make((1 << 16,), float(i)) for i in range(8)], False)
         kept = [channel.get(timeout=20) for _ in range(8)]
         channel.done()
-        other(put_all, spec, [torch.full((1 << 16,), -1.0) for _ in range(8)], True)
+        other(put_all, spec, [make((1 << 16,), -1.0) for _ in range(8)], True)
         rest = list(channel)
         assert [float(t[0]) for t in kept] == list(map(float, range(8)))
         assert all(bool((t == float(i)).all()) for i, t in enumerate(kept))
