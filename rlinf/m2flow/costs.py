@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -88,8 +89,9 @@ def fit_line(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def unit_costs(graph: Graph, rows: Mapping[str, int]) -> Costs:
-    """Every row of every stage of a worker counts one; what the driver's own maps and the data do counts nothing."""
-    return Costs(nodes={node.name: Cost(0.0, 1.0) for node in graph.nodes if node.worker in graph.workers}, rows=rows)
+    """Every row of a worker's stage counts one, of one that makes new rows each of those; maps and data nothing."""
+    nodes = {node.name: Cost(0.0, float(node.samples or 1)) for node in graph.nodes if node.worker in graph.workers}
+    return Costs(nodes=nodes, rows=rows)
 
 
 def save_costs(costs: Costs, path: Path) -> None:
@@ -160,10 +162,13 @@ def _seconds(span: Span) -> float:
 
 
 def _by_node(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """Runs of each node, without what they hold of other things: weights that are taken over in flight."""
     found: dict[str, list[Span]] = {}
+    others = [span for span in spans if span.doing in (Doing.SYNC, Doing.WEIGHTS)]
     for span in spans:
         if span.doing is Doing.RUN:
-            found.setdefault(span.name, []).append(span)
+            inside = sum(_seconds(other) for other in others if span.start <= other.start and other.end <= span.end)
+            found.setdefault(span.name, []).append(replace(span, end=span.end - inside) if inside else span)
     return found
 
 

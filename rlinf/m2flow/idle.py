@@ -54,7 +54,7 @@ def device_times(
         spans: of every rank in an execution.
         around: what the ranks did meanwhile for other executions, none of it before or after this one.
     """
-    start = min((own[0].start for own in spans.values() if own), default=0.0)
+    start = min((span.start for own in spans.values() for span in own), default=0.0)
     end = max((span.end for own in spans.values() for span in own), default=0.0)
     there: dict[int, list[RankId]] = {}
     for group, stage in compiled.layout.items():

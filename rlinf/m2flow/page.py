@@ -44,7 +44,7 @@ def save_page(graph: Graph, compiled: Compiled, shown: Sequence[Shown], about: S
     Args:
         graph: the workflow.
         compiled: its programs.
-        shown: the executions to choose from, the last one being shown first.
+        shown: the executions to choose from; the last training iteration is shown first.
         about: lines that describe the run, the first one as its title.
         path: the file.
     """
@@ -75,7 +75,16 @@ def page_data(graph: Graph, compiled: Compiled, shown: Sequence[Shown], about: S
         sides = zip((each.measured, each.predicted), each.around, strict=True)
         measured, predicted = (side and _side(graph, compiled, table, side, around) for side, around in sides)
         label, origin = each.measured.label, each.measured.start
-        executions.append({"label": label, "at": origin, "why": each.why, "measured": measured, "predicted": predicted})
+        executions.append(
+            {
+                "label": label,
+                "phase": each.measured.phase,
+                "at": origin,
+                "why": each.why,
+                "measured": measured,
+                "predicted": predicted,
+            }
+        )
     return {
         "about": list(about),
         "ranks": [

@@ -85,7 +85,7 @@ const shade = paint => { const n = parseInt(paint.slice(1), 16);  // dark text o
   return .3 * (n >> 16) + .59 * (n >> 8 & 255) + .11 * (n & 255) > 150 ? '#16181b' : '#fff'; };
 const percent = x => (100 * x).toFixed(x && x < 0.1 ? 1 : 0) + '%';
 
-let now = data.executions.length - 1, view = [0, 1], hits = [], drag = null;
+let now = data.executions.findLastIndex(e => e.phase === 'train'), view = [0, 1], hits = [], drag = null;
 const run = () => data.executions[now];
 const full = () => Math.max(run().measured.seconds, run().predicted && $('guess').checked ? run().predicted.seconds : 0)
   * 1.005 || 1;
@@ -233,6 +233,7 @@ lanes.onmousemove = e => {
 };
 window.addEventListener('resize', draw);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', show);
+if (now < 0) now = data.executions.length - 1;
 if (data.executions.length) show(); else $('sum').textContent = 'No iteration has ended yet.';
 """
 

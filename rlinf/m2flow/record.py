@@ -20,7 +20,7 @@ from rlinf.m2flow.executor import Report
 from rlinf.m2flow.graph import TRAIN, Graph
 from rlinf.m2flow.page import Shown, Spans, save_page
 from rlinf.m2flow.simulate import Costs, simulate
-from rlinf.m2flow.timeline import Execution, RankId, Span
+from rlinf.m2flow.timeline import Execution, RankId, Span, ordered
 from rlinf.m2flow.trace import save_trace
 
 KEPT = 16  # executions in the trace, and behind the costs
@@ -63,7 +63,7 @@ class Record:
             step: training iterations that are done.
             reports: of all ranks.
         """
-        execution = Execution(phase, step, {(report.group, report.rank): report.spans for report in reports})
+        execution = Execution(phase, step, {(report.group, report.rank): ordered(report.spans) for report in reports})
         self.executions.append(execution)
         self._spans += _count(execution)
         while len(self.executions) > KEPT or (self._spans > SPANS and len(self.executions) > 2):

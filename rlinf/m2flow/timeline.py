@@ -50,7 +50,7 @@ class Execution:
     Attributes:
         phase: which.
         step: training iterations that were done when it had ended.
-        spans: of each rank, in order.
+        spans: of each rank, by their beginning. One may lie within another: weights that are taken over in flight.
     """
 
     phase: str
@@ -60,7 +60,7 @@ class Execution:
     @property
     def start(self) -> float:
         """Seconds, as the spans count them; 0 without any."""
-        return min((spans[0].start for spans in self.spans.values() if spans), default=0.0)
+        return min((span.start for spans in self.spans.values() for span in spans), default=0.0)
 
     @property
     def end(self) -> float:
@@ -70,6 +70,11 @@ class Execution:
     def label(self) -> str:
         """For people: ``step 3``, ``evaluate after step 4``."""
         return f"step {self.step}" if self.phase == "train" else f"{self.phase} after step {self.step}"
+
+
+def ordered(spans: Iterable[Span]) -> list[Span]:
+    """Spans by their beginning, one that holds others before them."""
+    return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
 def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:

@@ -40,15 +40,13 @@ def events(graph: Graph, compiled: Compiled, executions: Iterable[Execution]) ->
             there = ", ".join(map(str, stage.devices_of(rank)))
             yield _meta("thread_name", pid, rank, f"rank {rank}" + (f" (device {there})" if there else ""))
             yield _meta("thread_sort_index", pid, rank, rank)
-            ended = 0.0
+            nest = _Nest()
             for execution, waits in zip(executions, known, strict=True):
                 for span in execution.spans.get((group, rank), ()):
-                    # A clock that was set back must not make events overlap: a thread's events may only be nested.
-                    start = max((span.start - zero) * 1e6, ended)
-                    ended = max(start, (span.end - zero) * 1e6)
+                    start, end = nest.place((span.start - zero) * 1e6, (span.end - zero) * 1e6)
                     args: dict[str, Any] = {"step": execution.step} | ({"rows": span.rows} if span.rows else {})
                     category = _CATEGORY.get(span.doing, span.doing.value)
-                    yield _complete(pid, rank, category, _shown(waits, group, span), start, ended, args)
+                    yield _complete(pid, rank, category, _shown(waits, group, span), start, end, args)
 
 
 def save_trace(graph: Graph, compiled: Compiled, executions: Iterable[Execution], path: Path) -> None:
@@ -63,6 +61,22 @@ def save_trace(graph: Graph, compiled: Compiled, executions: Iterable[Execution]
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+class _Nest:
+    """Keeps a thread's events apart or nested, as the format asks, even where a clock was set back."""
+
+    def __init__(self) -> None:
+        self._open: list[float] = []  # ends of the events around, the outermost first
+        self._begun = 0.0
+
+    def place(self, start: float, end: float) -> tuple[float, float]:
+        start = self._begun = max(start, self._begun)
+        while self._open and self._open[-1] <= start:
+            self._open.pop()
+        end = max(start, min([end, *self._open]))
+        self._open.append(end)
+        return start, end
 
 
 def _shown(waits: Waits, group: str, span: Span) -> str:

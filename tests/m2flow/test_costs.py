@@ -130,6 +130,14 @@ def test_rows_of_tensor_parallel_ranks_are_counted_once() -> None:
     assert fit(graph, compiled, [seen(graph, compiled, told)]).rows == {SOURCE: 6}
 
 
+def test_weights_that_are_taken_over_in_flight_are_no_part_of_a_stage() -> None:
+    graph, compiled = made()
+    spans = [Span(Doing.RUN, "maker.make", 0.0, 5.0, 4), Span(Doing.SYNC, "receive weights from learner", 2.0, 3.0)]
+    found = fit(graph, compiled, [Execution(TRAIN, 1, {("maker", 0): spans})])
+    assert found.nodes["maker.make"] == Cost(0.0, 1.0)
+    assert found.receive == {("learner", "maker"): 1.0}
+
+
 def test_a_clock_that_was_set_back_is_no_negative_cost() -> None:
     graph, compiled = made()
     run = Execution(TRAIN, 1, {("learner", 0): [Span(Doing.RUN, "learner.train", 9.0, 3.0, 4)]})
@@ -145,6 +153,7 @@ def test_a_unit_is_a_row_of_a_worker() -> None:
     graph, _ = made()
     found = unit_costs(graph, {SOURCE: 6})
     assert found.nodes["scores.score"] == Cost(0.0, 1.0)
+    assert found.nodes["maker.make"] == Cost(0.0, 4.0)  # it makes four of each
     assert "host.relative" not in found.nodes
     assert found.rows == {SOURCE: 6}
 
