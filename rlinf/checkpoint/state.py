@@ -68,8 +68,8 @@ def load_state(template: dict[str, Any], directory: Path) -> dict[str, Any]:
         A tree with the template's keys: its own tensors, filled, and the saved plain values.
 
     Raises:
-        CheckpointError: a key that is missing or that nobody asked for, another shape or dtype, a file that is gone;
-            on all ranks at once, before any tensor is touched.
+        CheckpointError: a key that is missing or that nobody asked for, another shape or dtype, a hole in what was
+            saved, a file that is gone or was cut short; on all ranks at once, before any tensor is touched.
     """
     directory = Path(directory)
     tensors, plain = _together(lambda: flatten(template), f"loading {directory}")
@@ -79,7 +79,7 @@ def load_state(template: dict[str, Any], directory: Path) -> dict[str, Any]:
 
         from rlinf.checkpoint.planner import LayoutLoadPlanner
 
-        reader, planner = FileSystemReader(directory), LayoutLoadPlanner()
+        reader, planner = FileSystemReader(directory), LayoutLoadPlanner(directory)
         alone = not _grouped()
         _dcp(
             "reading checkpoint",

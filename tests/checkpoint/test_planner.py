@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -60,8 +64,29 @@ def test_every_element_that_is_wanted_is_read_once_from_where_it_lies(
         assert (count[name] == inside).all()
 
 
+@given(st.data(), st.dictionaries(st.sampled_from("abcd"), SHAPES, min_size=1))
+def test_a_piece_that_is_not_there_is_named_whoever_wants_it(
+    data: st.DataObject, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    chunks = {name: data.draw(cuts(shape)) for name, shape in shapes.items()}
+    lost = data.draw(st.sampled_from(sorted(shapes)))
+    start, size = chunks[lost].pop()
+    with pytest.raises(CheckpointError) as error:
+        reads(shapes, chunks, {})  # a rank that wants nothing refuses with the others
+    told = re.search(r"(\w+)(?: \(parameter\))?: box from \[([\d, ]*)\] of \[([\d, ]*)\]", str(error.value))
+    assert told is not None, str(error.value)
+    assert told[1] == lost
+    begin, extent = ([int(number) for number in told[k].split(",") if number.strip()] for k in (2, 3))
+    for a, n, b, m in zip(begin, extent, start, size, strict=False):  # padded by the dimensions of other tensors
+        assert b <= a < a + n <= b + m
+
+
 def test_an_empty_part_reads_nothing() -> None:
     assert reads({"w": (5,)}, {"w": [((0,), (5,))]}, {"w": ((5,), (0,))}) == []
+
+
+def test_a_tensor_that_is_not_on_this_rank_is_not_read() -> None:
+    assert reads({"w": (5,), "scale": ()}, {"w": [((0,), (5,))], "scale": [((), ())]}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -70,6 +95,8 @@ def test_an_empty_part_reads_nothing() -> None:
         ([((0, 0), (2, 3))], r"w \(parameter\): box from \[2, 0\] of \[2, 3\] is held by no rank \(a hole\)"),
         ([((0, 0), (4, 3)), ((1, 0), (1, 3))], r"w .*box from \[1, 0\] of \[1, 3\] is held by ranks 0, 1"),
         ([((0, 0), (5, 3))], r"w .*outside of shape \[4, 3\]"),
+        ([], r"w: box from \[0, 0\] of \[4, 3\] .* nothing of it was saved"),
+        ([((0, 0), (0, 3))], r"w: box from \[0, 0\] of \[4, 3\] .* nothing of it was saved"),
     ],
 )
 def test_what_does_not_add_up_is_named(chunks: list[Box], text: str) -> None:
@@ -77,16 +104,66 @@ def test_what_does_not_add_up_is_named(chunks: list[Box], text: str) -> None:
         reads({"w": (4, 3)}, {"w": chunks}, {"w": ((0, 0), (1, 3))})
 
 
-def test_a_checkpoint_with_a_hole_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    save_state({"a": torch.ones(3), "w": torch.arange(12.0).reshape(4, 3)}, tmp_path)
-    index = FileSystemReader(tmp_path).read_metadata()
-    index.state_dict_metadata["w"].chunks[0].sizes = torch.Size([2, 3])
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    template = {"a": torch.zeros(3), "w": torch.full((4, 3), -1.0)}
-    with pytest.raises(CheckpointError, match=r"w \(parameter\): box from \[2, 0\].*the checkpoint is damaged"):
-        load_state(template, tmp_path)
-    assert not template["a"].any()
-    assert (template["w"] == -1).all()
+# Damaged checkpoints
+
+
+def reindexed(directory: Path, change: Callable[[Metadata], None]) -> None:
+    index = FileSystemReader(directory).read_metadata()
+    change(index)
+    (directory / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def without_a_piece(directory: Path) -> None:
+    def remove(index: Metadata) -> None:
+        stored = index.state_dict_metadata["w"]
+        assert isinstance(stored, TensorStorageMetadata)
+        stored.chunks.pop()
+
+    reindexed(directory, remove)
+
+
+def without_its_place(directory: Path) -> None:
+    def forget(index: Metadata) -> None:
+        index.storage_data = {k: v for k, v in index.storage_data.items() if (k.fqn, k.offset[:1]) != ("w", (8,))}
+
+    reindexed(directory, forget)
+
+
+def without_a_file(directory: Path) -> None:
+    (directory / "__2_0.distcp").unlink()
+
+
+def with_half_a_file(directory: Path) -> None:
+    content = (directory / "__2_0.distcp").read_bytes()
+    (directory / "__2_0.distcp").write_bytes(content[: len(content) // 2])
+
+
+DAMAGE = {
+    without_a_piece: r"w \(parameter\): box from \[8, 0\] of \[3, 7\] is held by no rank.*the checkpoint is damaged",
+    without_its_place: r"w: box from \[8, 0\] of \[3, 7\] is in no file.*the checkpoint is damaged",
+    without_a_file: r"__2_0\.distcp.*No such file",
+    with_half_a_file: r"__2_0\.distcp has \d+ bytes, \d+ or more expected.*the checkpoint is damaged",
+}
+
+
+def refuse(saved: Path) -> None:
+    """The first rank reads nothing of what is damaged, and refuses with the second."""
+    for damage, text in DAMAGE.items():
+        template = spread("rows")
+        for tensor in template.values():
+            local(tensor).zero_()
+        plain = {"replicated": torch.zeros(13), "scalar": torch.zeros((), dtype=torch.int64)}
+        with pytest.raises(CheckpointError, match=text):
+            load_state({**template, **plain}, saved / damage.__name__)
+        assert not any(local(tensor).any() for tensor in template.values()), damage.__name__
+        assert not any(tensor.any() for tensor in plain.values()), damage.__name__
+
+
+def test_a_damaged_checkpoint_is_refused_by_all_ranks_and_nothing_is_touched(saved: Path, tmp_path: Path) -> None:
+    for damage in DAMAGE:
+        shutil.copytree(saved / "3 rows", tmp_path / damage.__name__)
+        damage(tmp_path / damage.__name__)
+    ranks(tmp_path, 2, refuse, tmp_path)
 
 
 # Many layouts, real processes
@@ -99,52 +176,69 @@ FULL = {
     "mask": torch.arange(9) % 2 == 0,
     "wave": torch.arange(4).to(torch.complex64),
 }
-SCALAR = torch.tensor(41, dtype=torch.int64)
+PLAIN = {"replicated": torch.arange(13, dtype=torch.float32), "scalar": torch.tensor(41, dtype=torch.int64)}
+LAYOUTS = {1: ["alone"], 2: ["rows", "columns"], 3: ["rows", "first two"], 4: ["strided", "replicas of rows"]}
 
 
 def spread(how: str) -> dict[str, torch.Tensor]:
+    if how == "alone":
+        return {name: tensor.clone() for name, tensor in FULL.items()}
     world = dist.get_world_size()
-    if how == "rows":
-        mesh, placements = init_device_mesh("cpu", (world,)), [Shard(0)]
-    elif how == "replicas of rows":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
-        placements = [Replicate(), Shard(0)]
-    else:  # tensor parallelism cut the rows before FSDP did
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-        placements = [_StridedShard(0, split_factor=world // 2), Shard(0)]
     found: dict[str, torch.Tensor] = {}
     for name, tensor in FULL.items():
-        if isinstance(placements[0], _StridedShard):
+        if how == "strided":  # tensor parallelism cut the rows before FSDP did
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
             outer = distribute_tensor(tensor.clone(), mesh["tp"], [Shard(0)]).to_local()
             inner = distribute_tensor(outer.clone(), mesh["dp"], [Shard(0)]).to_local()
+            placements = [_StridedShard(0, split_factor=world // 2), Shard(0)]
             shape, stride = tensor.shape, tensor.stride()
             found[name] = DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=stride)
+        elif how == "replicas of rows":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+            found[name] = distribute_tensor(tensor.clone(), mesh, [Replicate(), Shard(0)])
+        elif how == "first two":  # ranks after them have no part in it
+            found[name] = distribute_tensor(tensor.clone(), DeviceMesh("cpu", [0, 1]), [Shard(0)])
         else:
-            found[name] = distribute_tensor(tensor.clone(), mesh, placements)
+            mesh = init_device_mesh("cpu", (world,))
+            found[name] = distribute_tensor(tensor.clone(), mesh, [Shard(0 if how == "rows" else tensor.ndim - 1)])
     return found
 
 
-def write(directory: Path, how: str) -> None:
-    save_state({**spread(how), "scalar": SCALAR.clone()}, directory)
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def read(directory: Path, how: str) -> None:
-    expected, template = spread(how), spread(how)
-    for tensor in template.values():
-        tensor.to_local().zero_()
-    loaded = load_state({**template, "scalar": torch.zeros((), dtype=torch.int64)}, directory)
-    for name, tensor in expected.items():
-        assert torch.equal(loaded[name].to_local(), tensor.to_local()), name
-    assert loaded["scalar"] == SCALAR
+def write(directory: Path, world: int) -> None:
+    for how in LAYOUTS[world]:
+        plain = {name: tensor.clone() for name, tensor in PLAIN.items()}
+        save_state({**spread(how), **plain}, directory / f"{world} {how}")
 
 
-@pytest.mark.parametrize(
-    ("writers", "readers"),
-    [((3, "rows"), (4, "strided")), ((4, "strided"), (3, "rows")), ((4, "replicas of rows"), (2, "rows"))],
-)
-def test_from_any_layout_to_any_other(tmp_path: Path, writers: tuple[int, str], readers: tuple[int, str]) -> None:
-    ranks(tmp_path, writers[0], write, tmp_path / "group", writers[1])
-    ranks(tmp_path, readers[0], read, tmp_path / "group", readers[1])
-    alone = {**{name: torch.zeros_like(tensor) for name, tensor in FULL.items()}, "scalar": torch.zeros_like(SCALAR)}
-    loaded = load_state(alone, tmp_path / "group")
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in FULL.items())
+def read(directory: Path, world: int) -> None:
+    for how in LAYOUTS[world]:
+        expected = {**spread(how), **PLAIN}
+        for saved in sorted(path for path in directory.iterdir() if path.is_dir()):
+            template = {**spread(how), **{name: tensor.clone() for name, tensor in PLAIN.items()}}
+            for tensor in template.values():
+                local(tensor).zero_()
+            loaded = load_state(template, saved)
+            for name, tensor in expected.items():
+                assert torch.equal(local(loaded[name]), local(tensor)), f"{name} of {saved.name} in {how}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    write(directory, 1)
+    for world in (2, 3, 4):
+        ranks(tmp_path_factory.mktemp("writers"), world, write, directory, world)
+    return directory
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_from_any_layout_to_any_other(saved: Path, tmp_path: Path, world: int) -> None:
+    assert len([path for path in saved.iterdir() if path.is_dir()]) == sum(map(len, LAYOUTS.values()))
+    if world == 1:
+        read(saved, world)
+    else:
+        ranks(tmp_path, world, read, saved, world)
