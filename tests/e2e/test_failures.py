@@ -47,7 +47,7 @@ class Learner(Worker):
     @stage(reads=("z",), whole=True, updates=True)
     def train(self, batch): pass
 
-    def publish_weights(self, target, inline):
+    def publish_weights(self, target, inline, slot=0):
         return "w"
 
 
@@ -76,8 +76,8 @@ def flow(cfg):
     [
         ("setup", "learner", "failed in setup: OSError: the model's file is gone"),
         ("sync", "engine", "failed in receive weights from learner: ValueError: no room for w"),
-        # The learner waits for rows that depend on those that did not arrive.
-        ("deliver", "learner", "it cannot be read again"),
+        # Whoever cannot read what it was sent says so.
+        ("deliver", "engine", "failed in wait for rows of learner.look for engine.use: RuntimeError: it cannot be"),
     ],
 )
 def test_a_failure_in_the_start_a_weight_sync_or_a_delivery_is_the_one_that_is_shown(

@@ -52,13 +52,13 @@ def test_a_worker_whose_setup_hangs_ends_the_run_which_names_it(tmp_path: Path) 
         "data=digits",
         "output_dir=out",
         "cluster.devices_per_node=2",
-        "cluster.start_timeout_s=4",
+        "cluster.start_timeout_s=12",
         "logger.console=lines",
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert run.wait() == 2, run.said()
     (error,) = [line for line in run.said().splitlines() if line.startswith("error: ")]
-    assert "stage 'models and data' is not over after 4 s. No answer from slow rank 1 (node " in error
+    assert "stage 'models and data' is not over after 12 s. No answer from slow rank 1 (node " in error
     assert "rank 0" not in error
     assert "raise cluster.start_timeout_s" in error
     assert run.leftovers() == []
