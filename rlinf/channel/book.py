@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from rlinf.channel.account import places, statistics
 from rlinf.channel.queue import Item, Want
 from rlinf.channel.room import Peer, Room
 from rlinf.channel.spec import ChannelSpec
@@ -111,9 +112,9 @@ class Book:
         elif what == "fail":
             room.fail((rest[0], rest[1], rest[2]))
         elif what == "statistics":
-            self._send(serial, "reply", rest[0], room.statistics())
+            self._send(serial, "reply", rest[0], statistics(room))
         elif what == "places":
-            self._send(serial, "reply", rest[0], room.places())
+            self._send(serial, "reply", rest[0], places(room))
         else:
             raise ValueError(f"no message {what!r}")
 

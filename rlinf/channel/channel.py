@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,8 +12,9 @@ from typing import Any
 
 from rlinf.channel.choice import explain
 from rlinf.channel.codec import detached, encode
-from rlinf.channel.errors import ChannelError, ChannelFailed, ChannelTimeout, EndOfStream, packed
-from rlinf.channel.member import Delivered, Member
+from rlinf.channel.errors import BrokerDied, ChannelError, ChannelFailed, ChannelTimeout, EndOfStream, packed
+from rlinf.channel.member import Member
+from rlinf.channel.reach import Delivered
 from rlinf.channel.spec import ChannelSpec, Place, check_key
 from rlinf.channel.transports.base import Offer
 
@@ -333,7 +335,8 @@ class Channel:
             if answered.cancelled() or answered.exception() or not isinstance(answered.result(), list):
                 return
             if tickets := tuple(entry[0] for entry in answered.result()[0]):
-                self._member.link.send("back", self.spec.name, tickets)
+                with contextlib.suppress(BrokerDied):
+                    self._member.link.send("back", self.spec.name, tickets)
 
         self._member.link.send("withdraw", self.spec.name, request)
         future.add_done_callback(give_back)
@@ -374,6 +377,6 @@ class Channel:
     async def _in_thread(self, answer: Any, collect: Any) -> Any:
         """Fetching from another host must not hold up the event loop."""
         entries, _ = answer
-        if any(self._member.slow(entry[2], Offer(*entry[5])) for entry in entries):
+        if any(self._member.reach.slow(entry[2], Offer(*entry[5])) for entry in entries):
             return await asyncio.to_thread(collect)
         return collect()

@@ -8,50 +8,22 @@ import queue
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlinf.channel.choice import choose
-from rlinf.channel.codec import Encoded, decode
+from rlinf.channel.codec import Encoded
 from rlinf.channel.errors import BrokerDied, ChannelError, PeerDied, packed, rebuilt
 from rlinf.channel.link import Link
-from rlinf.channel.pool import Block, Mappings, Pool
+from rlinf.channel.pool import Block, Pool
+from rlinf.channel.reach import Delivered, Reach
 from rlinf.channel.spec import Address, ChannelSpec, Place, this_place
 from rlinf.channel.transports import inprocess
-from rlinf.channel.transports.base import (
-    MAIN,
-    NOT_LAID_OPEN,
-    STAGED,
-    DeviceTransport,
-    Held,
-    HostTransport,
-    Landed,
-    Offer,
-    Visit,
-)
+from rlinf.channel.transports.base import MAIN, NOT_LAID_OPEN, Held, Landed, Offer
 
 if TYPE_CHECKING:
     from rlinf.channel.channel import Channel
     from rlinf.channel.wire import Message
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """An item as the broker hands it on.
-
-    Attributes:
-        ticket: by which it is acknowledged or given back.
-        producer, number: who holds the payload, and as what.
-    """
-
-    ticket: int
-    key: Hashable
-    producer: int
-    number: int
-    weight: float
-    offer: Offer
 
 
 class Member:
@@ -79,19 +51,16 @@ class Member:
         self.near: dict[str, bool] = {}  # channels whose consumers are all in this process
         self.broken: dict[str, ChannelError] = {}
         self.pool = Pool(self._dropped)
-        self.mappings = Mappings()
         self._held: dict[int, Held] = {}
         self._numbers = itertools.count(1)
-        self._peers: dict[int, tuple[str, Place]] = {}
-        self._departed: dict[int, str] = {}
+        self._watches = itertools.count(1)
         self._asked: dict[str, str] = {}  # the transports that channels ask for
-        self._watched: dict[tuple[str, int], Any] = {}
-        self._host: dict[str, HostTransport] = {}
-        self._devices: dict[str, DeviceTransport] = {}
-        self._making = threading.Lock()
+        self._watched: dict[int, Any] = {}
+        self.reach = Reach(self.place, device, deadline_s, self.pool, self._find)
         self._questions: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._answers: threading.Thread | None = None
         self.link = Link(address, name, self.place, self._on_message, self._on_notes)
+        self.reach.link = self.link
         inprocess.register(address.local, self.link.serial, self)
         self.link.start()
 
@@ -124,9 +93,7 @@ class Member:
                 pass  # who waits for items has been told
         self.link.close()
         self._questions.put(None)
-        for transport in self._transports():
-            transport.close()
-        self.mappings.drop_all()
+        self.reach.close()
         if late:
             raise ChannelError(late)
 
@@ -142,7 +109,7 @@ class Member:
         return {
             "pool": self.pool.nbytes,
             "used": self.pool.used,
-            "mapped": self.mappings.nbytes,
+            "mapped": self.reach.mappings.nbytes,
             "held": len(self._held),
             "watched": len(self._watched),
         }
@@ -189,7 +156,7 @@ class Member:
             PeerDied: its producer is gone, and the payload cannot be reached. The item has been given back.
         """
         try:
-            value, landed = self._fetch(item, channel)
+            value, landed = self.reach.fetch(item, self._asked.get(channel, ""))
         except Exception as error:
             with contextlib.suppress(ChannelError):
                 if isinstance(error, PeerDied):
@@ -200,126 +167,24 @@ class Member:
                     self.link.send("freed", channel, (item.ticket,))
             raise
         if landed is None:
-            self.link.doorbell.ring((channel, item.ticket, None))
+            self.link.doorbell.ring((channel, item.ticket, None, 0))
         else:
             self._watch(channel, item.ticket, landed)
         return value
-
-    def slow(self, producer: int, offer: Offer) -> bool:
-        """Whether `collect` waits for another member."""
-        _, place = self._peers.get(producer, ("", self.place))
-        return place.host != self.place.host or bool(offer.device)
-
-    def _fetch(self, item: Delivered, channel: str) -> tuple[Any, Landed | None]:
-        if item.producer not in self._peers:
-            name = self._departed.get(item.producer, "the producer of an item")
-            raise PeerDied(f"{name} is gone, and item {item.number} of it cannot be read any more")
-        name, place = self._peers[item.producer]
-        ways = choose(place, self.place, self._asked.get(channel, ""))
-        if item.offer == NOT_LAID_OPEN:
-            if producer := inprocess.find(self.link.address.local, item.producer):
-                return producer.value_of(item.number), None
-            visit = self._visit(item, name, place, "open")
-            offer = Offer(*visit.ask())
-        else:
-            offer = item.offer
-        host = ways.host if ways.host != "inprocess" else "shared"  # it was laid open already
-        landed = self._host_transport(host).take(self._visit(item, name, place, host), MAIN, offer)
-        tensors: Sequence[Any] = ()
-        if offer.device:
-            if producer := inprocess.find(self.link.address.local, item.producer):
-                tensors = producer.device_tensors(item.number)
-            elif ways.device in ("", "staged"):
-                staged = Offer(*self._visit(item, name, place, "stage").ask())
-                part = self._host_transport(host).take(self._visit(item, name, place, host), STAGED, staged)
-                on_host = decode(part.area.copy() if part.own else part.area, staged.skeleton)
-                tensors = [tensor.to(self.device, copy=True) for tensor in on_host]
-                del on_host
-                if part.own:
-                    self.pool.give(part.own)
-            else:
-                tensors = self._device_transport(ways.device).take(self._visit(item, name, place, ways.device))
-        return decode(landed.area, offer.skeleton, tensors), landed
 
     def device_tensors(self, number: int) -> Sequence[Any]:
         """Tensors on GPUs of an item, for a consumer in this process."""
         held = self._held.get(number)
         return held.device if held else ()
 
-    def _visit(self, item: Delivered, name: str, place: Place, way: str) -> Visit:
-        def ask(*question: Any) -> Any:
-            return self._ask(item.producer, name, way, item.number, *question)
-
-        return Visit(
-            item.producer,
-            name,
-            place,
-            item.number,
-            ask,
-            self.mappings,
-            self.pool,
-            self.place,
-            self.device,
-            self.deadline_s,
-        )
-
-    def _ask(self, serial: int, name: str, *question: Any) -> Any:
-        number, future = self.link.request()
-        self.link.send("ask", number, serial, *question)
-        try:
-            return future.result(self.deadline_s)
-        except TimeoutError:
-            raise PeerDied(f"{name} did not answer {question[0]!r} within {self.deadline_s:g} s") from None
-
     def _watch(self, channel: str, ticket: int, landed: Landed) -> None:
         """When the last view of the item's memory dies, the producer may use it again."""
-        bell, own = self.link.doorbell, landed.own
+        bell, own, number = self.link.doorbell, landed.own, next(self._watches)
 
         def ended(_: Any) -> None:
-            bell.ring((channel, ticket, own))
+            bell.ring((channel, ticket, own, number))
 
-        self._watched[channel, ticket] = weakref.ref(landed.area, ended)
-
-    # Transports, made when they are first needed
-
-    def _transports(self) -> list[HostTransport | DeviceTransport]:
-        return [*self._host.values(), *self._devices.values()]
-
-    def _host_transport(self, name: str) -> HostTransport:
-        with self._making:
-            if name not in self._host:
-                self._host[name] = self._new_host_transport(name)
-            return self._host[name]
-
-    def _new_host_transport(self, name: str) -> HostTransport:
-        if name == "shared":
-            from rlinf.channel.transports.shared import Shared
-
-            return Shared()
-        if name == "tcp":
-            from rlinf.channel.transports.tcp import Tcp
-
-            return Tcp(self.link.address.secret, self.place.ip, self._find)
-        if name == "gloo":
-            from rlinf.channel.transports.gloo import Gloo
-
-            return Gloo(self.place.ip, self.deadline_s)
-        from rlinf.channel.transports.ray_store import RayStore
-
-        return RayStore()
-
-    def _device_transport(self, name: str) -> DeviceTransport:
-        with self._making:
-            if name not in self._devices:
-                if name == "cuda_ipc":
-                    from rlinf.channel.transports.cuda_ipc import CudaIpc
-
-                    self._devices[name] = CudaIpc()
-                else:
-                    from rlinf.channel.transports.nccl import Nccl
-
-                    self._devices[name] = Nccl(self.place.ip, self.deadline_s)
-            return self._devices[name]
+        self._watched[number] = weakref.ref(landed.area, ended)
 
     # What the broker says; in the link's thread
 
@@ -330,15 +195,11 @@ class Member:
                 self.let_go(number)
         elif what == "member":
             serial, name, place = rest
-            self._peers[serial] = (name, Place(*place))
+            self.reach.learn(serial, name, Place(*place))
         elif what == "gone":
-            if peer := self._peers.pop(rest[0], None):
-                self._departed[rest[0]] = peer[0]
-            self.mappings.drop(rest[0])
-            for transport in self._transports():
-                transport.forget(rest[0])
+            self.reach.forget(rest[0])
         elif what == "dropped":
-            self.mappings.drop(*rest)
+            self.reach.mappings.drop(*rest)
         elif what == "near":
             self.near[rest[0]] = rest[1]
         elif what == "broken":
@@ -353,10 +214,10 @@ class Member:
                 self._answers.start()
             self._questions.put(tuple(rest))
 
-    def _on_notes(self, notes: list[tuple[str, int, Block | None]]) -> None:
+    def _on_notes(self, notes: list[tuple[str, int, Block | None, int]]) -> None:
         freed: dict[str, list[int]] = defaultdict(list)
-        for channel, ticket, own in notes:
-            self._watched.pop((channel, ticket), None)
+        for channel, ticket, own, number in notes:
+            self._watched.pop(number, None)
             if own is not None:
                 self.pool.give(own)
             freed[channel].append(ticket)
@@ -395,8 +256,8 @@ class Member:
         if way == "stage":
             return tuple(held.stage(self.pool))
         if way in ("cuda_ipc", "nccl"):
-            return self._device_transport(way).answer(held, consumer, *question)
-        return self._host_transport(way).answer(held, consumer, *question)
+            return self.reach.device_transport(way).answer(held, consumer, *question)
+        return self.reach.host_transport(way).answer(held, consumer, *question)
 
     def wait(self, future: Future[Any], channel: str, request: int, timeout: float | None) -> Any:
         """The answer to a get or a put.
@@ -404,12 +265,10 @@ class Member:
         Raises:
             ChannelTimeout: it did not come in time; says what is missing.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             return future.result(timeout)
-        except TimeoutError:
-            if future.done():
-                raise
-        self.link.send("withdraw", channel, request)
+        if not future.done():
+            self.link.send("withdraw", channel, request)
         try:
             return future.result(self.deadline_s)  # what was on its way, or why nothing is
         except TimeoutError:

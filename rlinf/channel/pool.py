@@ -6,6 +6,7 @@ A segment has no name in any directory (`rlinf.vps.memory`): however a process e
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ class Pool:
                     return Block(segment, start, nbytes)
             grown = max(SMALLEST, min(LARGEST, self.nbytes))
             segment = Segment(max(grown, aligned(nbytes)))
-            self._segments.append(segment)
+            # The smallest that fits is taken, so that small items do not sit in the segments of large ones.
+            insort(self._segments, segment, key=lambda s: s.ranges.size)
             start = segment.ranges.take(nbytes)
             assert start is not None
             return Block(segment, start, nbytes)

@@ -37,11 +37,18 @@ class Item:
 
 @dataclass(slots=True)
 class Entry:
-    """An item under one of its keys. Tickets count up in the order of the puts."""
+    """An item under one of its keys.
 
-    ticket: int
+    Attributes:
+        order: counts up with the puts.
+        ticket: of its last delivery. Each has its own: what a consumer says of an earlier one must not count for it.
+        freed: the consumer looks at its memory no longer.
+    """
+
+    order: int
     key: Hashable
     item: Item
+    ticket: int = 0
     freed: bool = False
 
 
@@ -97,8 +104,8 @@ class KeyQueue:
         return (entry for _, _, entry in self._heap)
 
     def push(self, entry: Entry) -> None:
-        """Add, or give back: the ticket says where it stands among those of its priority."""
-        heapq.heappush(self._heap, (-entry.item.priority, entry.ticket, entry))
+        """Add, or give back: its order says where it stands among those of its priority."""
+        heapq.heappush(self._heap, (-entry.item.priority, entry.order, entry))
         self.weight += entry.item.weight
 
     @property
@@ -155,10 +162,10 @@ class KeyQueue:
             and not any(other != member for other in self.in_hand)
         )
 
-    @property
-    def untouched(self) -> bool:
-        """Whether forgetting it changes nothing."""
-        return not (self._heap or self.parked or self.closed or self.in_hand or self.readers or self.lost or self.wants)
+    def untouched(self, closed: set[str]) -> bool:
+        """Whether forgetting it changes nothing, where these producers have closed every key."""
+        busy = self._heap or self.parked or self.in_hand or self.readers or self.lost or self.wants
+        return not busy and self.closed <= closed
 
     def seen_by_all(self, readers: int) -> bool:
         """Whether its end is known to all who read it, and so many at least."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf.channel.account import some, state_of
 from rlinf.channel.queue import Entry, Item, KeyQueue, Want
 from rlinf.channel.spec import ChannelSpec
 from rlinf.channel.statistics import Counts
@@ -31,6 +32,13 @@ class Room:
         send: gives a message to a member, by serial.
         introduce: lets the first member know where the second one is.
         tickets: numbers that count up.
+
+    Attributes:
+        gone: names that were here, and why they are not.
+        hand: entries that are not acknowledged, by member and ticket.
+        views: entries that are acknowledged and still looked at, likewise.
+        wants: gets that wait, by member and request.
+        taken: weight that each consumer has had.
     """
 
     def __init__(
@@ -45,13 +53,13 @@ class Room:
         self.members: dict[int, Peer] = {}
         self.queues: dict[Hashable, KeyQueue] = {}
         self._closed: set[str] = set()  # producers that have closed every key
-        self._gone: dict[str, str] = {}  # names that were here, and why they are not
+        self.gone: dict[str, str] = {}
         self._failure: Wrong | None = None
-        self._hand: dict[int, dict[int, Entry]] = {}  # by member and ticket: not acknowledged
-        self._views: dict[int, dict[int, Entry]] = {}  # acknowledged, and still looked at
-        self._wants: dict[tuple[int, int], Want] = {}  # by member and request
+        self.hand: dict[int, dict[int, Entry]] = {}
+        self.views: dict[int, dict[int, Entry]] = {}
+        self.wants: dict[tuple[int, int], Want] = {}
         self._puts: dict[tuple[int, int], Item] = {}  # that wait for room, by member and request
-        self._taken: dict[int, float] = defaultdict(float)  # weight, by consumer
+        self.taken: dict[int, float] = defaultdict(float)
         self._open: dict[int, int] = defaultdict(int)  # entries that are not acknowledged, by producer
         self._near: dict[int, bool] = {}  # producers that were told that all consumers are in their process
         self._send, self._introduce, self._tickets = send, introduce, tickets
@@ -60,8 +68,8 @@ class Room:
 
     def enter(self, member: Peer) -> None:
         self.members[member.serial] = member
-        self._hand[member.serial], self._views[member.serial] = {}, {}
-        if self._gone.pop(member.name, None) and member.name in self.spec.consumers:
+        self.hand[member.serial], self.views[member.serial] = {}, {}
+        if self.gone.pop(member.name, None) and member.name in self.spec.consumers:
             for other in self.members:
                 self._send(other, "mended", self.spec.name)
         if self._failure:
@@ -73,21 +81,21 @@ class Room:
         member = self.members.pop(serial)
         self._near.pop(serial, None)
         self._open.pop(serial, None)
-        self._taken.pop(serial, None)
-        self._gone[member.name] = reason
-        for key in [key for key in self._wants if key[0] == serial]:
+        self.taken.pop(serial, None)
+        self.gone[member.name] = reason
+        for key in [key for key in self.wants if key[0] == serial]:
             self._drop_want(*key)
         for key in [key for key in self._puts if key[0] == serial]:
             del self._puts[key]
-        for entry in self._views.pop(serial).values():
+        for entry in self.views.pop(serial).values():
             self._free(entry.item)
         for queue in self.queues.values():
             if lost := queue.take_away(lambda item: item.producer == serial):
                 self._lose(queue, member.name, len(lost))
-        self._return(serial, list(self._hand.pop(serial).values()))
+        self._return(serial, list(self.hand.pop(serial).values()))
         for queue in self.queues.values():
             queue.readers.discard(serial)
-        if member.name in self.spec.consumers and all(name in self._gone for name in self.spec.consumers):
+        if member.name in self.spec.consumers and all(name in self.gone for name in self.spec.consumers):
             wrong = ("PeerDied", self._named("nobody is left to take items: ", self.spec.consumers), b"")
             self._refuse_puts(wrong)
             for other in self.members.values():
@@ -107,9 +115,8 @@ class Room:
                 self._send(serial, "near", self.spec.name, near)
 
     def _named(self, text: str, names: Sequence[str]) -> str:
-        return f"channel {self.spec.name!r}: {text}" + "; ".join(
-            f"{n} {self._gone[n]}" for n in names if n in self._gone
-        )
+        found = [f"{name} {self.gone[name]}" for name in names if name in self.gone]
+        return f"channel {self.spec.name!r}: {text}{some(found)}"
 
     def _lose(self, queue: KeyQueue, name: str, count: int) -> None:
         queue.lost[name] = queue.lost.get(name, 0) + count
@@ -150,7 +157,7 @@ class Room:
         for key in keys:
             if name in self._closed or (key in self.queues and name in self.queues[key].closed):
                 return "ChannelError", f"{here} put under key {key!r} after it had closed it", b""
-        if all(consumer in self._gone for consumer in self.spec.consumers):
+        if all(consumer in self.gone for consumer in self.spec.consumers):
             return "PeerDied", self._named("nobody is left to take items: ", self.spec.consumers), b""
         return None
 
@@ -175,7 +182,7 @@ class Room:
         self._failure = wrong
         for serial in self.members:
             self._send(serial, "broken", self.spec.name, *wrong)
-        for serial, request in list(self._wants):
+        for serial, request in list(self.wants):
             self._drop_want(serial, request)
             self._send(serial, "error", request, *wrong)
         self._refuse_puts(wrong)
@@ -208,18 +215,18 @@ class Room:
         if wrong:
             self._send(want.member, "error", want.request, *wrong)
             return
-        self._wants[want.member, want.request] = want
+        self.wants[want.member, want.request] = want
         for key in want.keys:
             self._queue(key).wants.append(want)
         self._settle(want.keys, now)
 
     def withdraw(self, serial: int, request: int, now: float) -> None:
         """A member waits no longer for a get or a put. Its answer may be on its way already; then nothing happens."""
-        if want := self._wants.get((serial, request)):
-            text = "; ".join(self._state_of(key) for key in want.keys[:4])
+        if want := self.wants.get((serial, request)):
+            text = "; ".join(state_of(self, key) for key in want.keys[:4])
             self._drop_want(serial, request)
         elif (item := self._puts.get((serial, request))) and item.parked == len(item.keys):
-            text = "; ".join(self._state_of(key) for key in item.keys[:4])
+            text = "; ".join(state_of(self, key) for key in item.keys[:4])
             text = f"no room for weight {item.weight:g} (capacity {self.spec.capacity:g}): {text}"
             del self._puts[serial, request]
             self._take_out(item)
@@ -234,25 +241,8 @@ class Room:
             return
         self._send(serial, "error", request, "ChannelTimeout", f"channel {self.spec.name!r}: {text}", b"")
 
-    def _state_of(self, key: Hashable) -> str:
-        queue, here = self._queue(key), {member.name for member in self.members.values()}
-        still = [
-            name if name in here else f"{name} ({self._gone.get(name, 'not here yet')})"
-            for name in self.spec.producers
-            if name not in queue.closed
-        ]
-        held = "".join(f", {count} in hand of {self.members[serial].name}" for serial, count in queue.in_hand.items())
-        absent = [
-            f"{name} ({self._gone.get(name, 'not here yet')})" for name in self.spec.consumers if name not in here
-        ]
-        return (
-            f"under key {key!r} wait {len(queue)} items of weight {queue.weight:g}{held}; "
-            + (f"not closed by {_some(still)}" if still else "closed by all producers")
-            + (f"; missing consumers: {_some(absent)}" if absent else "")
-        )
-
     def _drop_want(self, serial: int, request: int) -> None:
-        for key in self._wants.pop((serial, request)).keys:
+        for key in self.wants.pop((serial, request)).keys:
             queue = self.queues[key]
             queue.wants.remove(next(want for want in queue.wants if want.member == serial and want.request == request))
             self._forget(queue)
@@ -261,7 +251,7 @@ class Room:
         """A consumer has processed items."""
         keys = set()
         for ticket in tickets:
-            if entry := self._hand[serial].pop(ticket, None):
+            if entry := self.hand[serial].pop(ticket, None):
                 keys.add(entry.key)
                 self.queues[entry.key].hand(serial, -1)
                 if entry.item.producer in self.members:
@@ -270,20 +260,20 @@ class Room:
                 if entry.freed:
                     self._free(entry.item)
                 else:
-                    self._views[serial][ticket] = entry
+                    self.views[serial][ticket] = entry
         self._settle(keys, now)
 
     def freed(self, serial: int, tickets: Sequence[int]) -> None:
         """A consumer looks at the memory of items no longer. Until it acknowledges them, others may yet need it."""
         for ticket in tickets:
-            if entry := self._views[serial].pop(ticket, None):
+            if entry := self.views[serial].pop(ticket, None):
                 self._free(entry.item)
-            elif entry := self._hand[serial].get(ticket):
+            elif entry := self.hand[serial].get(ticket):
                 entry.freed = True
 
     def give_back(self, serial: int, tickets: Sequence[int], now: float) -> None:
         """A consumer does not process items after all: they go back to the head."""
-        entries = [entry for ticket in tickets if (entry := self._hand[serial].pop(ticket, None))]
+        entries = [entry for ticket in tickets if (entry := self.hand[serial].pop(ticket, None))]
         self._return(serial, entries)
         self._settle({entry.key for entry in entries}, now)
 
@@ -298,8 +288,9 @@ class Room:
                 self._lose(queue, "a producer that is gone too", 1)
 
     def unfinished(self, serial: int) -> int:
-        """How much of what a producer put is not acknowledged."""
-        return self._open[serial]
+        """How much of what a producer put is not acknowledged, and still can be."""
+        nobody = self._failure or all(name in self.gone for name in self.spec.consumers)
+        return 0 if nobody else self._open.get(serial, 0)
 
     def _free(self, item: Item) -> None:
         item.copies -= 1
@@ -316,7 +307,7 @@ class Room:
     def _forget(self, queue: KeyQueue) -> None:
         """Finished keys leave nothing. (One key, that of items put without one, is kept once it was closed.)"""
         closed_singly = queue.closed - self._closed
-        if queue.untouched or (
+        if queue.untouched(self._closed) or (
             queue.seen_by_all(self.spec.key_readers) and not len(queue) and not (queue.key is None and closed_singly)
         ):
             self.queues.pop(queue.key, None)
@@ -360,12 +351,12 @@ class Room:
                     self._send(want.member, "error", want.request, "PeerDied", found, b"")
 
     def _load(self, serial: int) -> tuple[float, float]:
-        return sum(entry.item.weight for entry in self._hand[serial].values()), self._taken[serial]
+        return sum(entry.item.weight for entry in self.hand[serial].values()), self.taken[serial]
 
     def _answer(self, want: Want) -> str:
         """What a want gets now: items, the end of a key, the text of an error; or nothing, and it waits."""
         queues = [self.queues[key] for key in want.keys]
-        producers, growing = self.spec.producers, any(q.may_grow(self.spec.producers, self._gone) for q in queues)
+        producers, growing = self.spec.producers, any(q.may_grow(self.spec.producers, self.gone) for q in queues)
         if any(len(q) for q in queues) and (sum(q.weight for q in queues) >= want.at_least or not growing):
             return _ITEMS
         if any(q.ended(producers, want.member) for q in queues):
@@ -373,8 +364,8 @@ class Room:
         for queue in queues:
             if queue.lost:
                 lost = ", ".join(f"{count} put by {name}" for name, count in queue.lost.items())
-                return self._named(f"items under key {queue.key!r} are lost ({lost}): ", tuple(self._gone))
-            if gone := [name for name in producers if name in self._gone and name not in queue.closed]:
+                return self._named(f"items under key {queue.key!r} are lost ({lost}): ", tuple(self.gone))
+            if gone := [name for name in producers if name in self.gone and name not in queue.closed]:
                 return self._named(f"key {queue.key!r} was not closed: ", gone)
         return ""
 
@@ -388,12 +379,13 @@ class Room:
             entry = queue.pop()
             queue.hand(want.member, 1)
             queue.readers.add(want.member)
-            self._hand[want.member][entry.ticket] = entry
+            entry.ticket = next(self._tickets)
+            self.hand[want.member][entry.ticket] = entry
             self._introduce(want.member, entry.item.producer)
             self.counts.deliver(now - entry.item.at)
             weight += entry.item.weight
             entries.append(entry)
-        self._taken[want.member] += weight
+        self.taken[want.member] += weight
         self._drop_want(want.member, want.request)
         told = tuple((e.ticket, e.key, e.item.producer, e.item.number, e.item.weight, e.item.offer) for e in entries)
         self._send(want.member, "deliver", want.request, told, ())
@@ -406,29 +398,3 @@ class Room:
             self.queues[key].told.add(want.member)
         self._drop_want(want.member, want.request)
         self._send(want.member, "deliver", want.request, (), tuple(ended))
-
-    # Statistics
-
-    def statistics(self) -> dict[str, Any]:
-        """`Counts`, and what is there now."""
-        waiting = [entry for queue in self.queues.values() for entry in queue]
-        return {
-            **self.counts.plain(),
-            "keys": len(self.queues),
-            "waiting_items": len(waiting),
-            "waiting_weight": sum(entry.item.weight for entry in waiting),
-            "waiting_bytes": sum(entry.item.nbytes for entry in waiting),
-            "parked_items": sum(len(queue.parked) for queue in self.queues.values()),
-            "in_hand_items": sum(len(hand) for hand in self._hand.values()),
-            "views": sum(len(views) for views in self._views.values()),
-            "wants": len(self._wants),
-            "taken_weight": {self.members[serial].name: weight for serial, weight in self._taken.items()},
-        }
-
-    def places(self) -> dict[str, tuple[Any, ...]]:
-        """Where the members are, by name."""
-        return {member.name: member.place for member in self.members.values()}
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

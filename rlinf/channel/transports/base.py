@@ -60,7 +60,11 @@ class Held:
     def lay_open(self, pool: Pool, part: int, made: Encoded) -> Offer:
         """Copy a part to where others can reach it."""
         block = pool.take(made.nbytes)
-        made.write(block.area)
+        try:
+            made.write(block.area)
+        except BaseException:
+            pool.give(block)
+            raise
         handle = block.segment.memory.handle
         plain = (handle.host, handle.pid, handle.fd, handle.inode, handle.nbytes)
         offer = Offer(plain, block.start, made.nbytes, len(made.skeleton), len(made.device))

@@ -97,10 +97,12 @@ class Tcp:
                 if nbytes != offer.nbytes:
                     raise ChannelError(f"{visit.name} offered {offer.nbytes} bytes and sent {nbytes}")
                 _into(line.sock, memoryview(area.data))
+        except ChannelError:
+            visit.pool.give(block)
+            raise
         except OSError as error:
             visit.pool.give(block)
-            with self._lock:
-                self._lines.pop(visit.serial, None)
+            self.forget(visit.serial)
             raise PeerDied(
                 f"{visit.name} did not send an item of {offer.nbytes} bytes within {visit.deadline_s:g} s, or is gone: "
                 f"{error or type(error).__name__}"
@@ -120,6 +122,8 @@ class Tcp:
             sock.settimeout(visit.deadline_s)
             with self._lock:
                 line = self._lines.setdefault(visit.serial, _Line(sock))
+            if line.sock is not sock:  # another thread was faster
+                sock.close()
         return line
 
     def forget(self, serial: int) -> None:
