@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rlinf.m2flow.compiler import Compiled
 from rlinf.m2flow.graph import Graph
 from rlinf.m2flow.idle import device_times
-from rlinf.m2flow.readable import ranges
+from rlinf.m2flow.plan import ranges
 from rlinf.m2flow.timeline import WAITS, Doing, RankId, Span
 
 SIGNS = {

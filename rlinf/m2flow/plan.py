@@ -213,7 +213,7 @@ def describe(plan: Plan, depth: int = 0) -> list[str]:
     """The plan as indented lines."""
     pad = "  " * depth
     if isinstance(plan, Stage):
-        where = f"devices {_ranges(plan.devices)}" if plan.devices else "no device"
+        where = f"devices {ranges(plan.devices)}" if plan.devices else "no device"
         return [f"{pad}{plan.worker}: {where}, dp={plan.dp}, tp={plan.tp}"]
     if isinstance(plan, Piped):
         rows = f"{plan.granularity} rows at a time" if plan.granularity else "all rows at once"
@@ -226,8 +226,8 @@ def describe(plan: Plan, depth: int = 0) -> list[str]:
     return lines
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3,6``."""
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, briefly: ``0-3,6``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

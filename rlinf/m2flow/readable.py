@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rlinf.m2flow.compiler import (
     Acquire,
     Compiled,
@@ -102,14 +100,3 @@ def _version(graph: Graph, group: str, behind: int) -> str:
     """Of a group's weights, in terms of the number i of iterations before this one."""
     less = 1_000_000 - graph.version(group, 1_000_000) + behind
     return f"version i-{less} (0 at least)" if less else "version i"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, briefly: ``0-3,6``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
