@@ -15,6 +15,7 @@ from rlinf.m2flow.compiler import (
     SendWeights,
 )
 from rlinf.m2flow.graph import EVALUATE, Graph, Node
+from rlinf.m2flow.plan import ranges
 
 
 def graph_lines(graph: Graph) -> list[str]:
