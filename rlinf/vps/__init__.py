@@ -11,4 +11,9 @@ In reading order:
 - `schedule`: rounds under a cap on memory, and the certificate.
 - `permute`: which process takes which rank, so that most stays in place.
 - `explain`: what it costs, as text.
+- `hf`, `mesh`: a space from a Hugging Face config, and layouts of described meshes. `dtensor`: layouts of live modules.
+- `trace` (with `affine`, `paper_engine`): the layout of an inference engine, from its own loader.
+- `digest`: what a state is, whatever its layout. `memory`: memory that other processes can map.
+- `transfer`: state moves.
+- `publication`, `brief`: weights laid open for engines. `pull`, `reload`, `verify`, `vllm`: how engines take them over.
 """
