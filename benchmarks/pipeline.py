@@ -4,19 +4,23 @@
   The ideal is the time of the slowest stage for all rows, and of the others for one; times a row are those measured.
 - *switch*: SmolLM2's actor (weights, gradients, AdamW's state) off its device and on again, against copying the same
   bytes twice; and by how much of them the process's resident memory falls.
-- *executor*: the part of a GRPO step with SmolLM2, collocated, in which no stage and no weight sync is at work.
+- *executor*: the part of a GRPO step with SmolLM2, collocated, in which no stage and no weight sync is at work; and the
+  seconds of the same steps beside those of the same stage functions, called one after the other in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlinf.batch import Batch
+from rlinf.batch import GROUP, ROW, Batch
 from rlinf.cluster import Cluster
 from rlinf.compose import compose
 from rlinf.config import ClusterConfig
 from rlinf.fleet import Fleet
 from rlinf.m2flow.compiler import compile_plan
-from rlinf.m2flow.executor import Report
-from rlinf.m2flow.graph import TRAIN, Graph, Workflow
+from rlinf.m2flow.executor import Report, complete
+from rlinf.m2flow.graph import HOST, TRAIN, Graph, Source, Workflow
+from rlinf.m2flow.host import Host
 from rlinf.m2flow.plan import Piped, Plan, Shared, Stage
 from rlinf.m2flow.timeline import Doing
 from rlinf.preflight import preflight
@@ -39,7 +44,7 @@ from rlinf.train import load_graph
 from rlinf.worker import RankContext, Worker, stage
 from rlinf.workers.actor import Actor
 
-PARTS = ("switch", "pipe", "executor")
+PARTS = ("switch", "pipe", "executor", "direct")
 ROWS = 32
 SECONDS = {"first": 0.02, "second": 0.03, "third": 0.025}  # a row
 
@@ -204,6 +209,42 @@ def executor(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, li
     return found
 
 
+def direct(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds of each step where the stages are plain calls."""
+    cfg = compose(["+workflow=grpo", f"output_dir={folder / 'direct'}", *overrides])
+    graph = preflight(cfg, load_graph).graph
+    (sync,) = graph.syncs
+    threads = len(os.sched_getaffinity(0))
+    ctx = RankContext(output_dir=folder, seed=cfg.seed, deterministic=cfg.deterministic, threads=threads)
+    workers: dict[str, Worker] = {HOST: Host(graph, replace(ctx, group=HOST))}
+    workers |= {name: spec.cls(spec.cfg, replace(ctx, group=name)) for name, spec in graph.workers.items()}
+    for worker in workers.values():
+        worker.setup()
+
+    def step(number: int) -> None:
+        published = workers[sync.source].publish_weights(sync.target, inline=False)
+        workers[sync.target].receive_weights(number, [published])
+        made: dict[int, Batch] = {}
+        for node in graph.phase(TRAIN):
+            worker = workers[node.worker]
+            if isinstance(node.call, Source):
+                made[node.index] = worker.sources[node.name].next_batch()  # type: ignore[attr-defined]
+                continue
+            given = reduce(Batch.join, [made[source] for source in sorted(set(node.reads.values()))])
+            given = given.only({ROW, *([GROUP] if GROUP in given else []), *node.reads})
+            call = node.call or getattr(worker, node.spec.name)
+            out = call(given, worker.metrics) if node.call else call(given, **node.options)
+            pieces = list(out) if isinstance(out, Iterator) else [] if out is None else [out]
+            if pieces:
+                made[node.index] = Batch.concat([complete(node, given, piece) for piece in pieces]).sorted()
+
+    try:
+        return {"step": [_seconds(lambda number=number: step(number)) for number in range(steps + 1)][1:]}
+    finally:
+        for worker in workers.values():
+            worker.teardown()
+
+
 def _seconds(call: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     call()
@@ -234,10 +275,11 @@ def main() -> None:
                 "switch": lambda: switch(args.repeats, Path(folder)),
                 "pipe": lambda: pipe(args.repeats, Path(folder)),
                 "executor": lambda: executor(args.steps, Path(folder), args.overrides),
+                "direct": lambda: direct(args.steps, Path(folder), args.overrides),
             }
             print(json.dumps(run[args.part]()))
         return
-    switched, piped, executed = (measured(part) for part in PARTS)
+    switched, piped, executed, called = (measured(part) for part in PARTS)
     ideal = [a / b for a, b in zip(piped["ideal"], piped["piped"], strict=True)]
     both = [a + b for a, b in zip(switched["off"], switched["on"], strict=True)]
     ratio = [2 * a / b for a, b in zip(switched["memcpy"], both, strict=True)]
@@ -255,6 +297,7 @@ def main() -> None:
         ("switch: two copies / off and on", ratio),
         ("switch: fall of resident memory / bytes", switched["rss fall"]),
         ("executor: seconds of a step", executed["step"]),
+        ("executor: seconds of the same, called in one process", called["step"]),
         ("executor: share in which nothing is at work", executed["overhead"]),
     ):
         table.add_row(what, f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})")

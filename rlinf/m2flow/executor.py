@@ -214,7 +214,7 @@ class Executor:
                 empty = True
                 for piece in made if isinstance(made, GeneratorType) else [] if made is None else [made]:
                     empty = False
-                    outlet.push(_complete(node, batch, piece))
+                    outlet.push(complete(node, batch, piece))
                     if newer:
                         for source in newer:
                             self._sync.newer(source)
@@ -237,7 +237,7 @@ class Executor:
             self.wire.close(group, every, key, 0, 1)
 
 
-def _complete(node: Node, given: Batch, made: Batch) -> Batch:
+def complete(node: Node, given: Batch, made: Batch) -> Batch:
     """Check what a stage returned, and give it the ids and the fields that it hands on."""
     missing = set(node.writes) - set(made)
     if missing and (made.n or given.n):
