@@ -93,8 +93,8 @@ class Book:
             self._send(serial, "broken", channel, "ChannelError", text, b"")
             return
         if what == "put":
-            number, request, keys, weight, priority, nbytes, offer = rest
-            room.put(Item(serial, number, weight, priority, nbytes, offer, now, keys, request=request), now)
+            number, request, keys, weight, priority, nbytes, views, offer = rest
+            room.put(Item(serial, number, weight, priority, nbytes, offer, now, keys, views, request=request), now)
         elif what == "want":
             request, done, keys, at_least, at_most, most_items = rest
             room.done(serial, done, now)

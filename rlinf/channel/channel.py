@@ -112,10 +112,11 @@ class Channel:
         near = member.near.get(name, False) and self.spec.transport in ("", "inprocess")
         made = None if near else encode(item, self.spec.fields)
         number, offer = member.hold(name, self._pruned(item) if near else None, made)
-        nbytes = made.nbytes if made else 0
+        nbytes = made.nbytes + sum(tensor.nbytes for tensor in made.device) if made else 0
+        about = (float(weight), int(priority), nbytes, offer.looked_at)
         request, future = (0, None) if self.spec.capacity is None else member.link.request()
         try:
-            member.link.send("put", name, number, request, keys, float(weight), int(priority), nbytes, tuple(offer))
+            member.link.send("put", name, number, request, keys, *about, tuple(offer))
         except BaseException:
             member.let_go(number)
             raise

@@ -168,7 +168,7 @@ class Member:
             raise
         if landed is None:
             self.link.doorbell.ring((channel, item.ticket, None, 0))
-        else:
+        elif item.offer.looked_at or landed.own:
             self._watch(channel, item.ticket, landed)
         return value
 

@@ -60,11 +60,13 @@ class Pool:
         """Memory for an item; it holds anything."""
         with self._lock:
             for segment in self._segments:
+                if segment.ranges.size > LARGEST and nbytes * 8 < segment.ranges.size:
+                    continue  # small items would keep large ones out of it
                 if (start := segment.ranges.take(nbytes)) is not None:
                     return Block(segment, start, nbytes)
             grown = max(SMALLEST, min(LARGEST, self.nbytes))
             segment = Segment(max(grown, aligned(nbytes)))
-            # The smallest that fits is taken, so that small items do not sit in the segments of large ones.
+            # The smallest that fits is taken.
             insort(self._segments, segment, key=lambda s: s.ranges.size)
             start = segment.ranges.take(nbytes)
             assert start is not None

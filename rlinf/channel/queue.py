@@ -17,6 +17,7 @@ class Item:
         producer, number: who holds the payload, and as what.
         offer: where the payload lies (`transports.base.Offer`); the broker does not look into it.
         copies: keys under which it is not done with yet.
+        views: consumers may look at its memory for longer than they process it, and say when they do no longer.
         parked: keys under which there was no room for it so far.
         keys: that it was put under.
         request: of the `put` that waits for room; 0: nobody waits.
@@ -30,6 +31,7 @@ class Item:
     offer: tuple[Any, ...]
     at: float
     keys: tuple[Hashable, ...]
+    views: bool = True
     copies: int = 0
     parked: int = 0
     request: int = 0

@@ -257,7 +257,7 @@ class Room:
                 if entry.item.producer in self.members:
                     self._open[entry.item.producer] -= 1
                 self.counts.acknowledged += 1
-                if entry.freed:
+                if entry.freed or not entry.item.views:
                     self._free(entry.item)
                 else:
                     self.views[serial][ticket] = entry

@@ -53,7 +53,9 @@ class Driver:
     ) -> int:
         self.request += 1
         priority = more.get("priority", 0)
-        self.say(name, "put", "c", number, self.request, keys, weight, priority, 8, ("at", number))
+        self.say(
+            name, "put", "c", number, self.request, keys, weight, priority, 8, more.get("views", True), ("at", number)
+        )
         return self.request
 
     def want(self, name: str, keys: tuple[Hashable, ...] = (None,), at_least: float = 0.0, **more: Any) -> int:
@@ -159,6 +161,15 @@ def test_ended_and_asked_for_keys_leave_nothing_after_some_producers_closed_all(
     driver.say("p1", "close", "c", False, "k")
     assert driver.answer("c0", driver.want("c0", ("k",)))[2:] == ((), ("k",))  # type: ignore[index]
     assert driver.book.rooms["c"].queues == {}
+
+
+def test_an_item_that_nobody_looks_at_any_longer_is_free_once_it_is_processed() -> None:
+    driver = here()
+    driver.put("p0", 1, views=False)
+    (entry,) = driver.answer("c0", driver.want("c0"))[2]  # type: ignore[index]
+    assert ("free", (1,)) not in driver.told["p0"]
+    driver.say("c0", "done", "c", (entry[0],))
+    assert ("free", (1,)) in driver.told["p0"]
 
 
 @pytest.mark.parametrize("why", ["failure", "no consumers"])

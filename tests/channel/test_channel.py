@@ -221,6 +221,7 @@ def test_higher_priorities_come_first(broker: Broker) -> None:
         end, other = producer.channel(pair()), consumer.channel(pair())
         for number, priority in enumerate((0, 5, 0, 9, 5)):
             end.put(number, priority=priority)
+        end.statistics()  # its answer comes after all puts
         assert [other.get(timeout=20) for _ in range(5)] == [3, 1, 4, 0, 2]
         other.done()
 
@@ -230,6 +231,7 @@ def test_a_batch_is_taken_by_weight(broker: Broker) -> None:
         end, other = producer.channel(pair()), consumer.channel(pair())
         for weight in (10, 20, 30, 40, 500):
             end.put(weight, weight=weight)
+        end.statistics()  # its answer comes after all puts
         assert other.get_batch(at_least=25, at_most=65, timeout=20) == [10, 20, 30]
         assert other.get_batch(at_most=45, timeout=20) == [40]
         assert other.get_batch(at_most=45, timeout=20) == [500]  # one at least, whatever it weighs

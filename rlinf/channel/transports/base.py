@@ -37,6 +37,11 @@ class Offer(NamedTuple):
     def memory(self) -> Handle:
         return Handle(*self.handle)
 
+    @property
+    def looked_at(self) -> bool:
+        """Whether a consumer may look at the memory for longer than it takes to read the skeleton."""
+        return self.nbytes > self.skeleton or self.device > 0 or not self.handle
+
 
 NOT_LAID_OPEN = Offer((), 0, 0, 0, 0)
 
