@@ -365,7 +365,7 @@ class Room:
             if queue.lost:
                 lost = ", ".join(f"{count} put by {name}" for name, count in queue.lost.items())
                 return self._named(f"items under key {queue.key!r} are lost ({lost}): ", tuple(self.gone))
-            if gone := [name for name in producers if name in self.gone and name not in queue.closed]:
+            if gone := [name for name in self.gone if name in producers and name not in queue.closed]:
                 return self._named(f"key {queue.key!r} was not closed: ", gone)
         return ""
 
