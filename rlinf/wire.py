@@ -15,7 +15,7 @@ from rlinf.channel.broker import Broker
 from rlinf.channel.mailbox import Mailbox
 from rlinf.channel.member import Member
 from rlinf.channel.spec import Address, ChannelSpec
-from rlinf.m2flow.lease import LeaseServer, Ticket
+from rlinf.m2flow.lease import Ahead, LeaseServer, Ticket
 
 _ITEM, _END = "item", "end"
 
@@ -82,12 +82,12 @@ class ChannelWire:
 
         ray.get(self._services.acquire.remote(execution, ticket))
 
-    def release(self, execution: int, ticket: int) -> None:
+    def release(self, execution: int, ticket: int, rank: int) -> None:
         import ray
 
-        ray.get(self._services.release.remote(execution, ticket))
+        ray.get(self._services.release.remote(execution, ticket, rank))
 
-    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]:
+    def blockers(self, execution: int, ticket: int) -> list[Ahead]:
         import ray
 
         return ray.get(self._services.blockers.remote(execution, ticket))

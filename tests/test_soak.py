@@ -189,14 +189,14 @@ def test_turns_on_devices() -> None:
     turns = (Ticket(frozenset({0, 1}), 2), Ticket(frozenset({0}), 1), Ticket(frozenset({0, 1}), 2))
     server = LeaseServer({TRAIN: turns})
 
-    async def holder(execution: int, tickets: tuple[int, ...]) -> None:
-        for ticket in tickets:
+    async def holder(execution: int, ticket_ranks: tuple[tuple[int, int], ...]) -> None:
+        for ticket, rank in ticket_ranks:
             await server.acquire(execution, ticket)
-            await server.release(execution, ticket)
+            await server.release(execution, ticket, rank)
 
     async def both(execution: int) -> None:
         server.begin(TRAIN, execution)
-        await asyncio.gather(holder(execution, (0, 2)), holder(execution, (0, 1, 2)))
+        await asyncio.gather(holder(execution, ((0, 0), (2, 0))), holder(execution, ((0, 1), (1, 0), (2, 1))))
 
     with asyncio.Runner() as runner:
         assert_flat(lambda i: runner.run(both(i)))

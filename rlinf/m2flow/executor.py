@@ -29,6 +29,8 @@ from rlinf.m2flow.compiler import (
 )
 from rlinf.m2flow.graph import TRAIN, Graph, Node, Source
 from rlinf.m2flow.host import Host
+from rlinf.m2flow.lease import Ahead
+from rlinf.m2flow.plan import ranges
 from rlinf.m2flow.ports import Inlet, Outlet, Turn
 from rlinf.m2flow.sync import WeightSync
 from rlinf.m2flow.timeline import Doing, Span
@@ -43,8 +45,8 @@ class Wire(Protocol):
     def send(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, item: Any) -> None: ...
     def close(self, group: str, ranks: list[int], key: tuple[Any, ...], source: int, sent: int) -> None: ...
     def acquire(self, execution: int, ticket: int) -> None: ...
-    def release(self, execution: int, ticket: int) -> None: ...
-    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]: ...
+    def release(self, execution: int, ticket: int, rank: int) -> None: ...
+    def blockers(self, execution: int, ticket: int) -> list[Ahead]: ...
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Executor:
         self.wire = wire
         self.current = ""  # the node or operation that runs now
         self.away = False  # the worker's state is off its device
+        self.holding = False  # it is this rank's turn on its devices
         self._sync = WeightSync(worker, mailbox, wire, compiled.layout, self.spend, slots=compiled.staleness + 1)
         self._moves = 0
         self._wait: tuple[Doing, str, Callable[[], list[RankId]]] | None = None
@@ -91,11 +94,14 @@ class Executor:
                 case Run(node, targets, tells):
                     self._run(turn, self.graph.nodes[node], targets, tells)
                 case Acquire(ticket):
-                    on = partial(self._holders, turn.execution, ticket)
-                    with self.spend(Doing.LEASE, ctx.group, "its turn on the device", on=on):
+                    on = partial(self._ahead, turn.execution, ticket)
+                    devices = sorted(self.compiled.tickets[turn.phase][ticket].devices)
+                    with self.spend(Doing.LEASE, ctx.group, f"its turn on device {ranges(devices)}", on=on):
                         self.wire.acquire(turn.execution, ticket)
+                    self.holding = True
                 case Release(ticket):
-                    self.wire.release(turn.execution, ticket)
+                    self.holding = False
+                    self.wire.release(turn.execution, ticket, ctx.rank)
                 case Onload():
                     self.onload()
                 case Offload():
@@ -158,12 +164,14 @@ class Executor:
         found = self._wait
         return None if found is None else Wait(found[0], found[1], tuple(found[2]()))
 
-    def _holders(self, execution: int, ticket: int) -> list[RankId]:
-        """Ranks of the groups whose turn must be over first."""
-        programs, found = self.compiled.programs, set()
-        for phase, earlier in self.wire.blockers(execution, ticket):
-            found |= {group for group, ops in programs[phase].items() if Acquire(earlier) in ops}
-        return [(group, rank) for group in sorted(found) for rank in range(self.compiled.layout[group].ranks)]
+    def _ahead(self, execution: int, ticket: int) -> list[RankId]:
+        """Ranks whose turns must be over first: they have them now, or will have them before."""
+        found: set[RankId] = set()
+        for turn in self.wire.blockers(execution, ticket):
+            for group, ops in self.compiled.programs[turn.phase].items():
+                if Acquire(turn.ticket) in ops:
+                    found |= {(group, rank) for rank in turn.ranks}
+        return sorted(found)
 
     def lacking(self, keys: Mapping[Hashable, str]) -> list[RankId]:
         """Ranks that have not closed some keys, by the first rank of each replica; the group that closes each."""

@@ -23,35 +23,65 @@ class Ticket:
 class LeaseBook:
     """State of the turns of one execution (one iteration of one phase).
 
-    ``released[t]`` counts the ranks that gave ticket ``t`` back.
+    ``returned[t]`` are the ranks that gave ticket ``t`` back.
     """
 
     tickets: tuple[Ticket, ...]
-    released: list[int] = field(default_factory=list)
+    returned: list[set[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.released = [0] * len(self.tickets)
+        self.returned = [set() for _ in self.tickets]
 
     def done(self, ticket: int) -> bool:
-        return self.released[ticket] >= self.tickets[ticket].holders
+        return len(self.returned[ticket]) >= self.tickets[ticket].holders
 
     def blockers(self, ticket: int) -> list[int]:
         """Earlier tickets on overlapping devices that are not given back yet."""
         mine = self.tickets[ticket].devices
         return [t for t in range(ticket) if not self.done(t) and self.tickets[t].devices & mine]
 
+    def open_turns(self, devices: frozenset[int]) -> list[int]:
+        """Tickets on one of these devices that are not given back yet."""
+        return [t for t, ticket in enumerate(self.tickets) if ticket.devices & devices and not self.done(t)]
+
     def open_on(self, devices: frozenset[int]) -> bool:
-        """Whether a turn on one of these devices is not given back yet."""
+        """Whether there is one."""
         return any(not self.done(t) and ticket.devices & devices for t, ticket in enumerate(self.tickets))
 
-    def release(self, ticket: int) -> None:
-        if self.done(ticket):
-            raise ValueError(f"ticket {ticket} was given back by more ranks than its {self.tickets[ticket].holders}")
-        self.released[ticket] += 1
+    def release(self, ticket: int, rank: int) -> None:
+        """A rank of the ticket's group gives it back.
+
+        Raises:
+            ValueError: it did so before, or is none of those that the ticket is for.
+        """
+        if rank in self.returned[ticket]:
+            raise ValueError(f"ticket {ticket} was given back by rank {rank} twice")
+        if not 0 <= rank < (holders := self.tickets[ticket].holders):
+            raise ValueError(f"ticket {ticket} was given back by rank {rank}; it is for ranks 0 to {holders - 1}")
+        self.returned[ticket].add(rank)
 
     @property
     def finished(self) -> bool:
         return all(self.done(t) for t in range(len(self.tickets)))
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A turn that another one waits for.
+
+    Attributes:
+        phase, ticket: which.
+        ranks: of its group, those that have not given it back.
+    """
+
+    phase: str
+    ticket: int
+    ranks: tuple[int, ...]
+
+
+def ahead_of(phase: str, book: LeaseBook, ticket: int) -> Ahead:
+    left = set(range(book.tickets[ticket].holders)) - book.returned[ticket]
+    return Ahead(phase, ticket, tuple(sorted(left)))
 
 
 class LeaseServer:
@@ -77,26 +107,25 @@ class LeaseServer:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._blocked(execution, ticket))
 
-    async def release(self, execution: int, ticket: int) -> None:
+    async def release(self, execution: int, ticket: int, rank: int) -> None:
         async with self._changed:
             book = self._books[execution]
-            book.release(ticket)
+            book.release(ticket, rank)
             if book.finished:
                 self._books.pop(execution)
                 self._phases.pop(execution)
             self._changed.notify_all()
 
-    def blockers(self, execution: int, ticket: int) -> list[tuple[str, int]]:
-        """(phase, ticket) of the turns that must be over before this one."""
+    def blockers(self, execution: int, ticket: int) -> list[Ahead]:
+        """Turns that must be over before this one."""
         own = self._books.get(execution)
         if own is None:
             return []
-        found = [(self._phases[execution], earlier) for earlier in own.blockers(ticket)]
+        found = [ahead_of(self._phases[execution], own, earlier) for earlier in own.blockers(ticket)]
         devices = own.tickets[ticket].devices
         for number, book in self._books.items():
             if number < execution:
-                turns = enumerate(book.tickets)
-                found += [(self._phases[number], t) for t, turn in turns if turn.devices & devices and not book.done(t)]
+                found += [ahead_of(self._phases[number], book, t) for t in book.open_turns(devices)]
         return found
 
     def _blocked(self, execution: int, ticket: int) -> bool:

@@ -147,9 +147,10 @@ class Inlet:
         return piece
 
     def _finish(self) -> None:
-        """Closing messages may still be on their way."""
+        """Closing messages may still be on their way, or those who make the rows still at it."""
         while self._open:
-            _, complete = self.executor.mailbox.any(self._open)
+            with self._waiting():
+                _, complete = self.executor.mailbox.any(self._open)
             for key in complete:
                 del self._open[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from rlinf.m2flow.compiler import (
     compile_plan,
 )
 from rlinf.m2flow.graph import TRAIN, Workflow
-from rlinf.m2flow.lease import LeaseBook
+from rlinf.m2flow.lease import Ahead, LeaseBook, LeaseServer, ahead_of
 from rlinf.m2flow.plan import Shared, Stage, from_dict, stages, to_dict
 from rlinf.scheduler.shipped import collocated
 from tests.m2flow.test_graph import Generator, Prompts, Scorer, flow_of_four
@@ -96,7 +97,7 @@ def test_programs_end_under_shuffled_timing_and_never_share_a_device(devices: in
                 holders.setdefault(device, set()).add(f"t{op.ticket}")
                 assert len(holders[device]) == 1
         elif isinstance(op, Release):
-            book.release(op.ticket)
+            book.release(op.ticket, rank)
             if book.done(op.ticket):
                 for device in result.tickets[TRAIN][op.ticket].devices:
                     holders[device].discard(f"t{op.ticket}")
@@ -134,17 +135,37 @@ def test_leases_are_granted_in_order_on_overlapping_devices(wanted: list[frozens
             assert held, "deadlock"
             ticket = rng.choice(sorted(held))
             held.discard(ticket)
-            book.release(ticket)
+            book.release(ticket, 0)
     for device in range(4):
         turns = [t for t in granted if device in wanted[t]]
         assert all(a < b for a, b in pairwise(turns))
 
 
-def test_giving_a_lease_back_too_often_is_an_error() -> None:
-    book = LeaseBook((Ticket(frozenset({0}), 1),))
-    book.release(0)
-    with pytest.raises(ValueError, match="given back by more ranks"):
-        book.release(0)
+def test_a_rank_gives_its_own_lease_back_and_once() -> None:
+    book = LeaseBook((Ticket(frozenset({0}), 2),))
+    book.release(0, 1)
+    assert not book.done(0)
+    with pytest.raises(ValueError, match="given back by rank 1 twice"):
+        book.release(0, 1)
+    with pytest.raises(ValueError, match="by rank 2; it is for ranks 0 to 1"):
+        book.release(0, 2)
+    assert ahead_of(TRAIN, book, 0) == Ahead(TRAIN, 0, (0,))
+    book.release(0, 0)
+    assert book.done(0)
+
+
+def test_a_turn_waits_for_those_of_earlier_executions_that_have_not_given_back() -> None:
+    server = LeaseServer({TRAIN: (Ticket(frozenset({0, 1}), 2), Ticket(frozenset({1}), 1))})
+    for execution in (1, 2):
+        server.begin(TRAIN, execution)
+    asyncio.run(server.release(1, 0, 0))
+    assert server.blockers(1, 1) == [Ahead(TRAIN, 0, (1,))]
+    assert server.blockers(2, 0) == [Ahead(TRAIN, 0, (1,)), Ahead(TRAIN, 1, (0,))]
+    asyncio.run(server.release(1, 0, 1))
+    assert server.blockers(2, 0) == [Ahead(TRAIN, 1, (0,))]
+    asyncio.run(server.release(1, 1, 0))
+    assert server.blockers(2, 0) == []
+    assert server.blockers(1, 1) == [], "an execution that is over"
 
 
 def test_a_plan_survives_a_round_trip_as_plain_data() -> None:

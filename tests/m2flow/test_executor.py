@@ -16,7 +16,7 @@ from rlinf.m2flow.compiler import compile_plan
 from rlinf.m2flow.executor import Executor, Report, Turn
 from rlinf.m2flow.graph import HOST, TRAIN, Graph, Workflow
 from rlinf.m2flow.host import Host
-from rlinf.m2flow.lease import LeaseBook
+from rlinf.m2flow.lease import Ahead, LeaseBook, ahead_of
 from rlinf.m2flow.plan import Plan
 from rlinf.m2flow.stage import StageSpec, Unit
 from rlinf.scheduler.shipped import collocated
@@ -55,12 +55,13 @@ class Local:
 
             assert self.changed.wait_for(mine, timeout=20)
 
-    def blockers(self, execution, ticket) -> list[tuple[str, int]]:
-        return [(TRAIN, earlier) for earlier in self.books[execution].blockers(ticket)]
+    def blockers(self, execution, ticket) -> list[Ahead]:
+        book = self.books[execution]
+        return [ahead_of(TRAIN, book, earlier) for earlier in book.blockers(ticket)]
 
-    def release(self, execution, ticket) -> None:
+    def release(self, execution, ticket, rank) -> None:
         with self.changed:
-            self.books[execution].release(ticket)
+            self.books[execution].release(ticket, rank)
             self.changed.notify_all()
 
 

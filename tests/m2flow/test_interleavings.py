@@ -109,7 +109,7 @@ class Machine:
                 if self.book.blockers(ticket):
                     return False
             case Release(ticket):
-                self.book.release(ticket)
+                self.book.release(ticket, key[1])
             case Onload():
                 self.resident.add(key)
             case Offload():
