@@ -22,6 +22,7 @@ from typing import Any
 from rlinf.config import ClusterConfig
 from rlinf.errors import PlacementError
 from rlinf.reaper import Reaper
+from rlinf.vitals import Stacks, cpu_seconds, stacks_from_outside
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,14 @@ class NodeHold:
             "gpus": [str(gpu) for gpu in gpus],
             "cores": sorted(os.sched_getaffinity(0)),
         }
+
+    def cpu_seconds(self, pids: Sequence[int]) -> list[float]:
+        """Of processes of the node, which need not answer for it; see `rlinf.vitals`."""
+        return [cpu_seconds(pid) for pid in pids]
+
+    def stacks(self, pids: Sequence[int]) -> list[Stacks]:
+        """Likewise."""
+        return [stacks_from_outside(pid) for pid in pids]
 
 
 @dataclass
@@ -192,6 +201,10 @@ class Cluster:
         actor: Any = remote(cls).remote(*args)
         self._actors.append(actor)
         return actor
+
+    def holder(self, devices: Sequence[Device]) -> Any:
+        """The `NodeHold` of the node that `launch` starts an actor on."""
+        return self._holds[(devices[0].node if devices else self.nodes[0]).node_id]
 
     def environment(self, devices: Sequence[Device]) -> dict[str, str]:
         """What a rank's environment must say before its libraries load: threads, and its GPUs or cores."""

@@ -18,7 +18,7 @@ from rlinf.m2flow.executor import Report, Turn
 from rlinf.m2flow.graph import HOST, Graph
 from rlinf.m2flow.host import Host
 from rlinf.m2flow.timeline import Doing
-from rlinf.watchdog import Watchdog
+from rlinf.watchdog import RayRanks, Seat, Watchdog
 from rlinf.wire import Services
 from rlinf.worker import RankContext, Worker
 
@@ -68,6 +68,7 @@ class Fleet:
         ip = self.cluster.nodes[0].ip if several else "127.0.0.1"
         self._services = self.cluster.launch(Services, self.compiled.tickets, ip, max_concurrency=1000)
         folder = self.cluster.cfg.offload_dir
+        placed: dict[str, list[tuple[Device, ...]]] = {}
         for name, stage in self.compiled.layout.items():
             cls: type[Worker] = Host if name == HOST else self.graph.workers[name].cls
             cfg = self.graph if name == HOST else self.graph.workers[name].cfg
@@ -81,7 +82,7 @@ class Fleet:
                 output_dir=output_dir.absolute(),
                 offload_dir=None if folder is None else Path(folder).absolute(),
             )
-            devices: list[tuple[Device, ...]] = [
+            devices = placed[name] = [
                 tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)
             ]
             self.groups[name] = WorkerGroup.launch(self.cluster, name, cls, cfg, ctx, devices)
@@ -89,9 +90,13 @@ class Fleet:
         for name, group in self.groups.items():
             group.introduce([found[name, rank] for rank in range(len(group.ranks))])
         if self.watchdog is not None:
-            every = [(name, rank) for name, group in self.groups.items() for rank in range(len(group.ranks))]
-            self.watchdog.ranks = {(name, rank): self.groups[name].ranks[rank] for name, rank in every}
-            self.watchdog.places = {(name, rank): self.groups[name].places[rank] for name, rank in every}
+            self.watchdog.ranks = RayRanks(
+                {
+                    (name, rank): Seat(actor, self.cluster.holder(placed[name][rank]), *group.places[rank])
+                    for name, group in self.groups.items()
+                    for rank, actor in enumerate(group.ranks)
+                }
+            )
         import ray
 
         broker = ray.get(self._services.address.remote())

@@ -13,6 +13,8 @@ import os
 import pickle
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.channel.mailbox import Mailbox
 from rlinf.cluster import pin
 from rlinf.failure import Failure, RankError
+from rlinf.vitals import STACKS, Stacks, cpu_seconds, stacks_of
 from rlinf.worker import RankContext
 
 if TYPE_CHECKING:
@@ -71,7 +74,8 @@ class RankHost:
         self._log_to(ctx)
         self._doing = "start-up"
         self._progress: tuple[float, float] = (0.0, 0.0)
-        self._reports = 0
+        self._moves = 0  # reports of progress, and calls that began or ended
+        self._thread = 0  # that runs the program
         self._mailbox = Mailbox()
         self._notes = _Notes()
         logging.getLogger("rlinf").addHandler(self._notes)
@@ -83,11 +87,13 @@ class RankHost:
 
     def _report(self, done: float, total: float) -> None:
         self._progress = (done, total)
-        self._reports += 1
+        self._moves += 1
 
     @staticmethod
     def _log_to(ctx: RankContext) -> None:
         """Everything that the rank prints, native libraries included, goes to a file of its own."""
+        import faulthandler
+
         logs = ctx.output_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
@@ -95,9 +101,11 @@ class RankHost:
         with open(logs / f"{ctx.group}-{ctx.rank}.log", "ab", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        faulthandler.register(STACKS, file=2)  # works in native code that keeps Python's lock, too
 
     def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
-        self._doing = doing
+        self._doing, self._thread = doing, threading.get_ident()
+        self._moves += 1
         try:
             return call()
         except BaseException as error:
@@ -110,6 +118,7 @@ class RankHost:
             raise RankError(failure) from None
         finally:
             self._doing = ""
+            self._moves += 1
 
     def identify(self) -> tuple[str, int, str, int]:
         """(host name, pid, address, a free port): where rank 0's process group can meet."""
@@ -228,34 +237,18 @@ class RankHost:
 
     def state(self) -> State:
         """Where this rank stands; see `rlinf.watchdog`."""
-        import psutil
-
         from rlinf.m2flow.waits import State
 
-        used = 0.0
-        me = psutil.Process()
-        for process in (me, *me.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                times = process.cpu_times()
-                used += times.user + times.system
         executor = self._executor
+        wait = executor.wait() if executor else None
         doing = (executor.current if executor else "") or self._doing
-        moves = (executor.moves if executor else 0) + self._reports
-        return State((self.ctx.group, self.ctx.rank), doing, executor.wait() if executor else None, moves, used)
+        moves = (executor.moves if executor else 0) + self._moves
+        used = cpu_seconds(os.getpid()) - time.thread_time()  # to look is not to work
+        holds = executor is not None and executor.holding
+        return State((self.ctx.group, self.ctx.rank), doing, wait, moves, used, holds)
 
-    def stacks(self) -> str:
-        """What each thread of this process is at: Python's view, and the kernel's."""
-        import threading
-        import traceback
-
+    def stacks(self) -> Stacks:
+        """What each thread of this process is at."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        found = [f"{self.ctx.group} rank {self.ctx.rank}, node {self._node}, pid {os.getpid()}"]
-        for number, frame in sys._current_frames().items():
-            if number != threading.get_ident():
-                found.append(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
-        for task in sorted(Path("/proc/self/task").iterdir()):
-            with contextlib.suppress(OSError):
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
-                comm, wchan = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
-                found.append(f"task {task.name} ({comm}): state {fields[0]}, waits in the kernel at {wchan or '-'}")
-        return "\n".join(found)
+        frames = {number: frame for number, frame in sys._current_frames().items() if number != threading.get_ident()}
+        return stacks_of(frames, names, self._thread, os.getpid())
