@@ -220,6 +220,7 @@ class Publisher:
             made = Memory.create(nbytes) if rank == 0 else None
             handle = gather(made and made.handle)[0]
             self.memory = made or Memory.attach(handle)
+            gather(None)  # the first rank may end, and its memory with it, only once every other has attached it
         else:
             self.memory = Memory.create(nbytes)
         self._into = _places(self._here, self.memory.data)
