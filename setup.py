@@ -18,6 +18,7 @@ setup(
         "hydra-core>=1.3.8,<1.4",
         "omegaconf>=2.3.1,<2.4",
         "PyYAML>=6,<7",
+        "pydantic>=2.11,<3",
         "transformers>=5.16.1,<5.20",
         "safetensors>=0.6,<1",
         "gguf>=0.17,<1",

@@ -5,7 +5,7 @@ It starts them in named stages, tells them to run a phase of their programs, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,16 @@ class Fleet:
         """Call a method of the worker on every rank of a group."""
         ranks = self.groups[group]
         calls = {rank.call.remote(method, *args): (ranks, r) for r, rank in enumerate(ranks.ranks)}
+        return gather(calls, self._tick, limit=self.limit)
+
+    def apply(self, group: str, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """``function(worker, *args[rank])`` on every rank of a group, at the same time. Results by rank.
+
+        Raises:
+            RunFailed: it failed on one.
+        """
+        ranks = self.groups[group]
+        calls = {rank.apply.remote(function, *args[r]): (ranks, r) for r, rank in enumerate(ranks.ranks)}
         return gather(calls, self._tick, limit=self.limit)
 
     def close(self) -> None:

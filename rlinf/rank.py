@@ -196,6 +196,10 @@ class RankHost:
         """Call a method of the worker, e.g. ``export``."""
         return self._guard(method, lambda: self._there(lambda: getattr(self.worker, method)(*args)))
 
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(worker, *args)``, where the worker is."""
+        return self._guard(function.__name__, lambda: self._there(lambda: function(self.worker, *args)))
+
     def _there(self, call: Callable[[], Any]) -> Any:
         """Call with the worker's state on its device."""
         executor = self._executor

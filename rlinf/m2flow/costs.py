@@ -95,15 +95,25 @@ def unit_costs(graph: Graph, rows: Mapping[str, int]) -> Costs:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    """Write costs as YAML: seconds."""
+    """Write costs as YAML: seconds.
+
+    Raises:
+        TypeError: a node's cost is not a `Cost`; a curve has its place in a profile.
+    """
     import yaml
+
+    lines = {}
+    for name, cost in costs.nodes.items():
+        if not isinstance(cost, Cost):
+            raise TypeError(f"{name} costs {cost!r}; only a line can be written")
+        lines[name] = {"fixed": cost.fixed, "per_row": cost.per_row}
 
     sync = [
         {"from": source, "to": target, "send": float(send), "receive": float(costs.receive.get((source, target), send))}
         for (source, target), send in sorted(costs.sync.items())
     ]
     data = {
-        "nodes": {name: {"fixed": cost.fixed, "per_row": cost.per_row} for name, cost in costs.nodes.items()},
+        "nodes": lines,
         "onload": dict(costs.onload),
         "offload": dict(costs.offload),
         "sync": sync,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,31 @@ from rlinf.m2flow.timeline import Doing, RankId, Span
 Times = NDArray[np.float64]
 
 
+class StageCost(Protocol):
+    """What a stage takes on one rank, in the layout that it has."""
+
+    def seconds(self, rows: int) -> float:
+        """Of a piece of so many rows, one or more."""
+
+    def ready(self, rows: int) -> Times:
+        """When each of these rows is done, in parts of `seconds`: ``[rows]``, ascending, the last one 1.
+
+        Only of a stage that makes new rows, which hands them on one after the other.
+        """
+
+
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that a stage takes for a piece: ``fixed + rows * per_row``, on one rank."""
+    """``fixed + rows * per_row`` seconds; rows are done at an even pace. A `StageCost`."""
 
     fixed: float = 0.0
     per_row: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        return self.fixed + self.per_row * rows
+
+    def ready(self, rows: int) -> Times:
+        return np.arange(1, rows + 1) / rows
 
 
 @dataclass(frozen=True)
@@ -54,7 +74,7 @@ class Costs:
         rows: source node name -> rows that it makes in an iteration.
     """
 
-    nodes: Mapping[str, Cost] = field(default_factory=dict)
+    nodes: Mapping[str, StageCost] = field(default_factory=dict)
     onload: Mapping[str, float] = field(default_factory=dict)
     offload: Mapping[str, float] = field(default_factory=dict)
     sync: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -265,8 +285,8 @@ class _Simulation:
             cost = self.costs.nodes.get(node.name, Cost())
             start = rank.clock
             if len(piece):
-                self._spend(rank, Doing.RUN, node.name, cost.fixed + cost.per_row * len(piece), len(piece))
-            self._push(rank, node, piece, start)
+                self._spend(rank, Doing.RUN, node.name, cost.seconds(len(piece)), len(piece))
+            self._push(rank, node, piece, start, cost)
             rank.todo.pop(0)
         if not rank.todo:
             self._times(rank.iteration, node.index)
@@ -275,13 +295,13 @@ class _Simulation:
             self._next(rank)
         return True
 
-    def _push(self, rank: _Rank, node: Node, piece: Ints, start: float) -> None:
+    def _push(self, rank: _Rank, node: Node, piece: Ints, start: float, cost: StageCost) -> None:
         """A stage that makes new rows hands them on one after the other; others hand on a piece at its end."""
         times = self._times(rank.iteration, node.index)
         n = node.samples or 1
         made = (piece[:, None] * n + np.arange(n)).reshape(-1)
         if node.spec.expands and len(piece):
-            each = np.repeat(start + (rank.clock - start) * np.arange(1, len(piece) + 1) / len(piece), n)
+            each = np.repeat(start + (rank.clock - start) * cost.ready(len(piece)), n)
         else:
             each = np.full(len(made), rank.clock)
         times[made] = np.fmax(times[made], each)  # tensor-parallel ranks make the same rows: the last one counts
