@@ -81,6 +81,8 @@ class PlanConfig:
     swap: str = "auto"  # groups leave a device that they share between turns: auto (if memory asks) | always | never
     staleness: int = 0  # updates that the weights which make samples may be behind; 0: on-policy
     in_flight: bool = False  # with staleness: generation goes on with newer weights as soon as they are there
+    replan: bool = True  # kind=auto: plan again when stages take other times than the plan was made for
+    drift: float = 0.25  # a stage has drifted when its time is this part above or below what was expected
 
 
 @dataclass

@@ -136,6 +136,11 @@ class Graph:
                 factors.append(node.samples)
         return Lineage(node.index, None if None in factors else tuple(n for n in reversed(factors) if n is not None))
 
+    def yields(self, node: Node) -> bool:
+        """Whether a stage hands its rows on one after the other, and not a piece at its end."""
+        cls = self.workers[node.worker].cls if node.worker in self.workers else None
+        return bool(node.spec.expands) or inspect.isgeneratorfunction(getattr(cls, node.spec.name, None))
+
     def version(self, worker: str, done: int) -> int:
         """How often a group's state has been updated once ``done`` training iterations are over."""
         starts = [node.starts for node in self.nodes if node.worker == worker and node.spec.updates]

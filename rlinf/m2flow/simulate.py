@@ -43,13 +43,13 @@ class StageCost(Protocol):
     def ready(self, rows: int) -> Times:
         """When each of these rows is done, in parts of `seconds`: ``[rows]``, ascending, the last one 1.
 
-        Only of a stage that makes new rows, which hands them on one after the other.
+        Asked of a stage that hands its rows on one after the other.
         """
 
 
 @dataclass(frozen=True)
 class Cost:
-    """``fixed + rows * per_row`` seconds; rows are done at an even pace. A `StageCost`."""
+    """``fixed + rows * per_row`` seconds; rows are done one after the other behind the fixed part. A `StageCost`."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -58,7 +58,8 @@ class Cost:
         return self.fixed + self.per_row * rows
 
     def ready(self, rows: int) -> Times:
-        return np.arange(1, rows + 1) / rows
+        each = np.arange(1, rows + 1)
+        return (self.fixed + self.per_row * each) / self.seconds(rows) if self.per_row > 0 else each / rows
 
 
 @dataclass(frozen=True)
@@ -296,11 +297,11 @@ class _Simulation:
         return True
 
     def _push(self, rank: _Rank, node: Node, piece: Ints, start: float, cost: StageCost) -> None:
-        """A stage that makes new rows hands them on one after the other; others hand on a piece at its end."""
+        """A stage that yields its rows hands them on one after the other; others hand on a piece at its end."""
         times = self._times(rank.iteration, node.index)
         n = node.samples or 1
         made = (piece[:, None] * n + np.arange(n)).reshape(-1)
-        if node.spec.expands and len(piece):
+        if len(piece) and self.graph.yields(node):
             each = np.repeat(start + (rank.clock - start) * cost.ready(len(piece)), n)
         else:
             each = np.full(len(made), rank.clock)
