@@ -61,15 +61,17 @@ def _wanted(
     return stays
 
 
-def collocated(graph: Graph, devices: int, cfg: PlanConfig | None = None, swap: bool = False) -> Shared:
+def collocated(graph: Graph, devices: int, cfg: PlanConfig | None = None, swap: bool = False) -> Plan:
     """Every group on all devices that its layout can use, stages in the order of the workflow.
 
-    ``dp`` 0 becomes ``devices // tp``.
+    ``dp`` 0 becomes ``devices // tp``. With a granularity, groups without a device work on rows as they come.
 
     Raises:
         PlacementError: a group asks for more devices than there are.
     """
     every = range(devices)
+    if cfg is not None and cfg.granularity and (beside := _without(graph)) and _on_devices(graph):
+        return Piped((_together(graph, _on_devices(graph), every, swap), *beside), cfg.granularity)
     return Shared(tuple(_place(spec, every) for spec in graph.workers.values()), swap)
 
 

@@ -58,7 +58,7 @@ class Cost:
         return self.fixed + self.per_row * rows
 
     def ready(self, rows: int) -> Times:
-        each = np.arange(1, rows + 1)
+        each: Times = np.arange(1, rows + 1, dtype=np.float64)
         return (self.fixed + self.per_row * each) / self.seconds(rows) if self.per_row > 0 else each / rows
 
 
