@@ -237,14 +237,20 @@ class Cluster:
             self.reaper.close()
 
 
-def pin() -> int:
-    """Bind this process to the cores that `Cluster.environment` names. Returns the number of threads to use."""
+def pin(pids: Sequence[int] = ()) -> int:
+    """Bind this process to the cores that `Cluster.environment` names. Returns the number of threads to use.
+
+    Args:
+        pids: of children that are bound to them too; those that begin later are anyway.
+    """
     cores = os.environ.get("RLINF_CORES")
     if cores:
-        wanted = {int(core) for core in cores.split(",")} & os.sched_getaffinity(0)
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # a thread that has just ended
-                os.sched_setaffinity(int(thread), wanted)
+        wanted = {int(core) for core in cores.split(",")}
+        for pid in (os.getpid(), *pids):
+            with contextlib.suppress(OSError):  # a child that has just ended
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with contextlib.suppress(OSError):  # a thread that has
+                        os.sched_setaffinity(int(thread), wanted)
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 

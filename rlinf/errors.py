@@ -25,6 +25,10 @@ class PlacementError(RlinfError):
     """The cluster cannot hold the placement that was asked for."""
 
 
+class NeedsNewWorld(PlacementError):
+    """A plan cannot be taken over by the ranks that run: it needs others, or other devices."""
+
+
 class StartError(RlinfError):
     """A stage of the start stood still for longer than it may."""
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf.cluster import Cluster, Device
 from rlinf.deadline import Deadline
+from rlinf.errors import NeedsNewWorld, PlacementError
 from rlinf.group import WorkerGroup, gather, quiet
 from rlinf.m2flow.compiler import Compiled
 from rlinf.m2flow.executor import Report, Turn
 from rlinf.m2flow.graph import HOST, Graph
 from rlinf.m2flow.host import Host
+from rlinf.m2flow.plan import Plan, Stage, ranges, stages
 from rlinf.m2flow.timeline import Doing
 from rlinf.watchdog import RayRanks, Seat, Watchdog
 from rlinf.wire import Services
@@ -37,6 +39,18 @@ class Glimpse:
     notes: list[str]
 
 
+class Worlds(Protocol):
+    """Who can give a group other ranks, or other GPUs: what `Fleet.adopt` cannot do with those that run."""
+
+    def new_world(self, fleet: Fleet, compiled: Compiled) -> None:
+        """Have the fleet run these programs, in their layouts, with the state that its groups have now.
+
+        Called between iterations, nothing under way. On return ``fleet.groups`` are the new ranks, connected to one
+        another and to the leases, and ``fleet.compiled`` is what was given; where it raises, all is as it was.
+        """
+        ...
+
+
 @dataclass
 class Fleet:
     """Make it by `launch`; end it by `close`, whatever happened.
@@ -45,6 +59,7 @@ class Fleet:
         watch: called with a `Glimpse` of each group while the driver waits.
         limit: until when the calls that are made now must be answered.
         watchdog: looks whether anything moves while the driver waits.
+        worlds: takes over where a plan needs other ranks than those that run; ``None``: such a plan is refused.
     """
 
     cluster: Cluster
@@ -54,6 +69,8 @@ class Fleet:
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
     limit: Deadline | None = None
     watchdog: Watchdog | None = None
+    worlds: Worlds | None = None
+    _under_way: int = 0
     _services: Any = None
     _executions: int = 0
     _glimpses: dict[Any, str] = field(default_factory=dict)
@@ -82,9 +99,7 @@ class Fleet:
                 output_dir=output_dir.absolute(),
                 offload_dir=None if folder is None else Path(folder).absolute(),
             )
-            devices = placed[name] = [
-                tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)
-            ]
+            devices = placed[name] = self._placed(stage)
             self.groups[name] = WorkerGroup.launch(self.cluster, name, cls, cfg, ctx, devices)
         found = self._all("identify", lambda group: ())
         for name, group in self.groups.items():
@@ -123,6 +138,7 @@ class Fleet:
         import ray
 
         self._executions += 1
+        self._under_way += 1
         turn = Turn(phase, self._executions, done, since, until)
         ray.get(self._services.begin.remote(phase, turn.execution))
         return self._ask("execute", lambda group: (turn,))
@@ -135,7 +151,55 @@ class Fleet:
         """
         if self.watchdog is not None:
             self.watchdog.rest()
+        self._under_way -= 1
         return gather(calls, self._tick, limit=self.limit)
+
+    def adopt(self, compiled: Compiled) -> None:
+        """Go on under another plan, between iterations: other turns, pieces, pipes, swaps, and on CPUs other devices.
+
+        Workers keep their state. Nothing is changed where it raises one of these errors but the last:
+
+        Raises:
+            RuntimeError: an execution is under way.
+            PlacementError: the staleness is another one. That is no matter of the plan: it changes the samples.
+            NeedsNewWorld: it needs other ranks, or other GPUs, and there are no `worlds` to make them.
+            RunFailed: a rank failed; the run is over.
+        """
+        import ray
+
+        if self._under_way:
+            raise RuntimeError(f"{self._under_way} executions are under way; another plan is adopted at their end")
+        if (compiled.staleness, compiled.in_flight) != (self.compiled.staleness, self.compiled.in_flight):
+            raise PlacementError(
+                f"the plan is compiled for staleness {compiled.staleness} (in_flight={compiled.in_flight}), and the "
+                f"run has {self.compiled.staleness} (in_flight={self.compiled.in_flight}): compile it for that"
+            )
+        if reason := beyond(self.cluster.devices, self.compiled.layout, compiled.layout):
+            if self.worlds is None:
+                raise NeedsNewWorld(
+                    f"{reason}; start anew with that plan (resume=auto goes on from the last checkpoint)"
+                )
+            self.worlds.new_world(self, compiled)
+            return
+        ray.get(self._services.adopt.remote(compiled.tickets))
+        environ = {
+            name: [self.cluster.environment(mine) for mine in self._placed(stage)]
+            for name, stage in compiled.layout.items()
+        }
+        leave = compiled.swapped - self.compiled.swapped  # they make room for those that come
+        for names in (sorted(leave), [name for name in self.groups if name not in leave]):
+            calls = {
+                actor.adopt.remote(compiled, environ[name][rank]): (self.groups[name], rank)
+                for name in names
+                for rank, actor in enumerate(self.groups[name].ranks)
+            }
+            gather(calls, self._tick, limit=self.limit)
+        self.compiled = compiled
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether the ranks that run can go on under a plan."""
+        now = {name: stage for name, stage in self.compiled.layout.items() if name != HOST}
+        return not beyond(self.cluster.devices, now, {stage.worker: stage for stage in stages(plan)})
 
     def execute(self, phase: str, done: int) -> list[Report]:
         """`begin` and `finish`, with nothing else under way."""
@@ -176,6 +240,10 @@ class Fleet:
         if self.groups:
             quiet(teardown)
         quiet(self.cluster.close)
+
+    def _placed(self, stage: Stage) -> list[tuple[Device, ...]]:
+        """Devices of each rank."""
+        return [tuple(self.cluster.devices[i] for i in stage.devices_of(rank)) for rank in range(stage.ranks)]
 
     def _ask(
         self, method: str, args: Callable[[WorkerGroup], tuple[Any, ...]], names: Iterable[str] | None = None
@@ -220,6 +288,32 @@ class Fleet:
         for name, group in self.groups.items():
             if name not in asked:
                 self._glimpses[group.ranks[0].watch.remote()] = name
+
+
+def beyond(devices: Sequence[Device], now: Mapping[str, Stage], then: Mapping[str, Stage]) -> str:
+    """What running ranks would lack to go on in other layouts; empty: nothing. Pure.
+
+    A rank keeps its group, its place in it, its node and its GPU; on a CPU it can take other cores of its node.
+
+    Args:
+        devices: of the cluster.
+        now, then: group -> its stage of the plan.
+    """
+    if now.keys() != then.keys():
+        return f"the plan has the groups {sorted(then)}, and {sorted(now)} run"
+    for name, stage in then.items():
+        have = now[name]
+        if (have.dp, have.tp, have.spans) != (stage.dp, stage.tp, stage.spans):
+            return f"{name} runs as dp={have.dp} x tp={have.tp}, and the plan needs dp={stage.dp} x tp={stage.tp}"
+        for rank in range(stage.ranks):
+            before, after = ([devices[i] for i in one.devices_of(rank)] for one in (have, stage))
+            fixed = any(device.kind == "gpu" for device in (*before, *after))
+            other = before != after if fixed else [d.node for d in before] != [d.node for d in after]
+            if other:
+                why = "a process keeps its GPU" if fixed else "a process keeps its node"
+                places = [ranges(one.devices_of(rank)) for one in (have, stage)]
+                return f"{name} rank {rank} runs on device {places[0]}, and the plan needs it on {places[1]}: {why}"
+    return ""
 
 
 def summarize(reports: list[Report], compiled: Compiled) -> tuple[dict[str, float], dict[str, float]]:

@@ -185,6 +185,19 @@ class RankHost:
 
         return self._guard("setup", setup)
 
+    def adopt(self, compiled: Compiled, environ: Mapping[str, str]) -> None:
+        """Go on with these programs, on the cores that ``environ`` names; see `Fleet.adopt`."""
+
+        def adopt() -> None:
+            import psutil
+
+            assert self._executor is not None
+            os.environ.update(environ)
+            pin([child.pid for child in psutil.Process().children(recursive=True)])
+            self._executor.adopt(compiled)
+
+        self._guard("adopting another plan", adopt)
+
     def execute(self, turn: Turn) -> Report:
         def execute() -> Report:
             assert self._executor is not None

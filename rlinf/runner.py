@@ -7,13 +7,13 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlinf.checkpoint import Checkpoints, Meta, OutputLock
-from rlinf.cluster import Cluster
+from rlinf.cluster import Cluster, Device
 from rlinf.console import Console, open_console
 from rlinf.deadline import Deadline
 from rlinf.failure import RunFailed
@@ -24,10 +24,14 @@ from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN
 from rlinf.m2flow.plan import save_plan
 from rlinf.m2flow.record import Record
 from rlinf.preflight import Ready
+from rlinf.replanning import Replanning
+from rlinf.scheduler.replan import Planned
 from rlinf.tracking import Samples, Trackers, open_trackers, redact
 from rlinf.watchdog import Watchdog
 
 SCORE = "reward/mean"
+Planner = Callable[[Sequence[Device]], "Planned | None"]
+"""The devices of the cluster -> the plan for them with what is expected of it; ``None``: nothing is."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ class Outcome:
     output_dir: Path
 
 
-def run(ready: Ready) -> Outcome:
+def run(ready: Ready, planner: Planner | None = None) -> Outcome:
     """Run to the end.
+
+    Args:
+        ready: what to run.
+        planner: finds the plan, so that the run can be planned again; ``None``: the plan is the one of ``ready``.
 
     Raises:
         RunFailed: a worker failed; it has been shown, and every process of the run has ended.
@@ -62,7 +70,7 @@ def run(ready: Ready) -> Outcome:
     console = open_console(cfg.logger)
     try:
         with OutputLock(ready.output_dir):
-            return _Run(ready, console).run()
+            return _Run(ready, console, planner).run()
     except RunFailed as failure:
         first = failure.first
         others = f"\n({failure.others} more ranks failed after it)" if failure.others > 0 else ""
@@ -75,8 +83,9 @@ def run(ready: Ready) -> Outcome:
 
 
 class _Run:
-    def __init__(self, ready: Ready, console: Console) -> None:
+    def __init__(self, ready: Ready, console: Console, planner: Planner | None) -> None:
         self.ready = ready
+        self.planner = planner
         self.cfg = ready.cfg
         self.console = console
         self.checkpoints = Checkpoints(ready.output_dir, self.cfg.checkpoint.keep)
@@ -88,6 +97,7 @@ class _Run:
         self.trackers: Trackers
         self.samples: Samples
         self.record: Record
+        self.replanning: Replanning
 
     def run(self) -> Outcome:
         ready, cfg, console = self.ready, self.cfg, self.console
@@ -99,13 +109,15 @@ class _Run:
         limits = cfg.cluster.stall_s, cfg.cluster.stall_end_s
         self.fleet.watchdog = Watchdog(*limits, ready.output_dir, console.note)
         try:
-            plan = ready.plan(cluster.devices)
+            planned = self.planner(cluster.devices) if self.planner else None
+            plan = planned.plan if planned else ready.plan(cluster.devices)
             self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness, cfg.plan.in_flight)
             save_plan(plan, ready.output_dir / "plan.yaml")
             (ready.output_dir / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
             lines = ready.lines(cluster.devices)
             console.header(lines)
             self.record = Record(ready.graph, self.fleet.compiled, ready.output_dir, lines, console.note)
+            self.replanning = Replanning(planned, cfg.plan, self.fleet, self.record, ready.output_dir, console.note)
             with console.stage("devices"):
                 cluster.hold(console.note)
             with self._starting("workers"):
@@ -175,12 +187,16 @@ class _Run:
         under_way: deque[Calls] = deque()
         start = time.monotonic()
         while self.step < until:
-            while begun < until and begun - self.step <= self.cfg.plan.staleness:
+            if self.replanning.pending and not under_way:
+                self.replanning.change(self.step)
+            pausing = self.replanning.pending is not None  # what is under way comes to its end
+            while not pausing and begun < until and begun - self.step <= self.cfg.plan.staleness:
                 under_way.append(self.fleet.begin(TRAIN, begun, since, until))
                 begun += 1
             reports = self.fleet.finish(under_way.popleft())
             now = time.monotonic()
             self._record(reports, now - start)
+            self.replanning.iteration(reports, now - start, self.cfg.steps - self.step)
             start = now
 
     def _record(self, reports: list[Report], seconds: float) -> None:
@@ -192,6 +208,7 @@ class _Run:
         if "rollout/tokens" in values:
             values["perf/tokens_per_s"] = values["rollout/tokens"] / seconds
         values["weight_version"] = self._version()
+        values |= self.replanning.values
         self.trackers.log(self.step, values)
         self.samples.write(self.step, flatten_rows(reports))
         self.console.step(self.step, values, phases)

@@ -114,6 +114,16 @@ class Executor:
         self.current = ""
         return report
 
+    def adopt(self, compiled: Compiled) -> None:
+        """Run these programs from now on, in the same groups of as many ranks; nothing may be under way.
+
+        What the rank knows of weights that were sent stays, those that wait to be taken over too: executions before and
+        after are one run. The worker's state goes off its device, or comes to it, as the new programs expect it.
+        """
+        self.compiled, self._sync.layout = compiled, compiled.layout
+        if (swapped := self.worker.ctx.group in compiled.swapped) != self.away:
+            (self.offload if swapped else self.onload)()
+
     def onload(self) -> None:
         """Bring the worker's state to its device."""
         with self.spend(Doing.ONLOAD, self.worker.ctx.group, "onload"):

@@ -96,6 +96,16 @@ class LeaseServer:
         self._phases: dict[int, str] = {}
         self._changed = asyncio.Condition()
 
+    def adopt(self, tickets: Mapping[str, tuple[Ticket, ...]]) -> None:
+        """Executions that begin from now on have these turns.
+
+        Raises:
+            RuntimeError: an execution has turns that are not over.
+        """
+        if self._books:
+            raise RuntimeError(f"execution {min(self._books)} is under way; other turns can be taken over at its end")
+        self._tickets = tickets
+
     def begin(self, phase: str, execution: int) -> None:
         """An execution starts; they are numbered in the order in which they do."""
         book = LeaseBook(self._tickets[phase])

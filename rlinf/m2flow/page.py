@@ -30,12 +30,14 @@ class Shown:
         predicted: what was expected, as if it were measured; ``None``: nothing was known to expect it from.
         why: where the prediction comes from, or why there is none.
         around: spans of other executions, with which these were under way: measured, and predicted.
+        compiled: its programs, where they are not those of the page.
     """
 
     measured: Execution
     predicted: Execution | None
     why: str
     around: tuple[Spans, Spans] = field(default=({}, {}))
+    compiled: Compiled | None = None
 
 
 def save_page(graph: Graph, compiled: Compiled, shown: Sequence[Shown], about: Sequence[str], path: Path) -> None:
@@ -72,8 +74,8 @@ def page_data(graph: Graph, compiled: Compiled, shown: Sequence[Shown], about: S
     table = _Table({rank: i for i, rank in enumerate(ranks)})
     executions = []
     for each in shown:
-        sides = zip((each.measured, each.predicted), each.around, strict=True)
-        measured, predicted = (side and _side(graph, compiled, table, side, around) for side, around in sides)
+        sides, ran = zip((each.measured, each.predicted), each.around, strict=True), each.compiled or compiled
+        measured, predicted = (side and _side(graph, ran, table, side, around) for side, around in sides)
         label, origin = each.measured.label, each.measured.start
         executions.append(
             {

@@ -45,6 +45,7 @@ class Record:
     ) -> None:
         self.graph, self.compiled, self.folder, self.about, self.note = graph, compiled, folder, about, note
         self.executions: deque[Execution] = deque()
+        self._ran: deque[Compiled] = deque()  # the programs of each
         self._shown: dict[tuple[str, int], Shown] = {}  # what was expected of an execution does not change later
         self._spans = 0
         self._told = False
@@ -65,12 +66,23 @@ class Record:
         """
         execution = Execution(phase, step, {(report.group, report.rank): ordered(report.spans) for report in reports})
         self.executions.append(execution)
+        self._ran.append(self.compiled)
         self._spans += _count(execution)
         while len(self.executions) > KEPT or (self._spans > SPANS and len(self.executions) > 2):
             self._spans -= _count(self.executions.popleft())
+            self._ran.popleft()
         self._new = True
         if time.monotonic() - self._written >= _SHARE * self._took:
             self.write()
+
+    def adopt(self, compiled: Compiled, about: Sequence[str]) -> None:
+        """Executions that are added from now on ran these programs, on the same ranks.
+
+        Args:
+            compiled: the programs.
+            about: lines for those that describe the run.
+        """
+        self.compiled, self.about, self._new = compiled, [*self.about, *about], True
 
     def write(self) -> None:
         """Write all files, unless nothing has come since. Never raises."""
@@ -93,26 +105,27 @@ class Record:
 
     def _predict(self) -> list[Shown]:
         """The last executions, each with what the earlier ones made one expect of it."""
-        last = list(self.executions)
+        last, ran = list(self.executions), list(self._ran)
         found = {}
         for i, execution in list(enumerate(last))[-SHOWN:]:
             key = (execution.phase, execution.step)
             if key not in self._shown:
                 earlier = [other for other in last[:i] if other.phase == execution.phase]
-                self._shown[key] = self._expected(execution, earlier)
+                self._shown[key] = self._expected(execution, ran[i], earlier)
             beside = last[max(i - self.compiled.staleness, 0) : i] + last[i + 1 : i + 1 + self.compiled.staleness]
             known = self._shown[key]
             found[key] = replace(known, around=(merge(beside), known.around[1]))
         self._shown = found
         return list(found.values())
 
-    def _expected(self, execution: Execution, earlier: Sequence[Execution]) -> Shown:
+    def _expected(self, execution: Execution, ran: Compiled, earlier: Sequence[Execution]) -> Shown:
+        """What was measured under another plan counts too: a stage costs what it costs."""
         if not earlier:
-            return Shown(execution, None, "No prediction: nothing was measured before it.")
+            return Shown(execution, None, "No prediction: nothing was measured before it.", compiled=ran)
         times = f"the {len(earlier)} before it" if len(earlier) > 1 else "the one before it"
         costs = fit(self.graph, self.compiled, earlier)
-        spans, around = expect(self.graph, self.compiled, execution.phase, costs)
-        return Shown(execution, replace(execution, spans=spans), f"Predicted from {times}.", ({}, around))
+        spans, around = expect(self.graph, ran, execution.phase, costs)
+        return Shown(execution, replace(execution, spans=spans), f"Predicted from {times}.", ({}, around), ran)
 
 
 def expect(graph: Graph, compiled: Compiled, phase: str, costs: Costs) -> tuple[Spans, Spans]:
