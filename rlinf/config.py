@@ -74,19 +74,15 @@ class ClusterConfig:
 
 @dataclass
 class PlanConfig:
-    kind: str = "auto"  # auto (found from measured stages) | collocated | disaggregated | hybrid; see docs/guide.md
+    kind: str = "collocated"  # collocated | disaggregated | hybrid; see docs/guide.md
     file: str | None = None  # a plan of your own (YAML, as every run writes one); null: the kind above
     granularity: int = 0  # rows that stages on disjoint devices take from one another at a time; 0: all at once
     maker_devices: int = 0  # disaggregated, hybrid: devices that generate; 0: half of them
     swap: str = "auto"  # groups leave a device that they share between turns: auto (if memory asks) | always | never
     staleness: int = 0  # updates that the weights which make samples may be behind; 0: on-policy
     in_flight: bool = False  # with staleness: generation goes on with newer weights as soon as they are there
-    objective: str = "time"  # kind=auto: time (of an iteration) | memory (of the fullest device) | devices (the fewest)
-    within: float = 0.05  # objective=devices: how much slower than the fastest plan is still good; 0.05: 5%
-    profile: str | None = None  # kind=auto: file of measured stages; null: the one kept for this config, else measured
-    force: bool = False  # kind=auto: take a profile also of another workflow, model, config or hardware
-    budget_s: float = 120.0  # kind=auto: how long measuring stages may take beyond the start of the workers
-    replan: bool = True  # kind=auto: plan again when stages take other times than the plan was made for
+    budget_s: float = 120.0  # python -m rlinf.profile: how long it may take beyond the start of the workers
+    replan: bool = True  # runs with a planner (from Python): plan again when stages take other times than it expected
     drift: float = 0.25  # a stage has drifted when its time is this part above or below what was expected
 
 
