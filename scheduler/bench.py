@@ -11,7 +11,7 @@ from typing import Any
 from rlinf.fleet import Calls, Fleet
 from rlinf.group import gather
 from rlinf.m2flow.graph import HOST, TRAIN, Node, Source
-from rlinf.m2flow.timeline import Execution, ordered
+from rlinf.m2flow.timeline import Execution, RankId, ordered
 from rlinf.scheduler import measure
 from rlinf.scheduler.measure import Took, Which
 from rlinf.scheduler.profile import Held
@@ -29,7 +29,7 @@ from rlinf.scheduler.readings import (
     which,
 )
 
-ITERATIONS = 4  # at most, besides the first
+ITERATIONS = 4  # at most, that count
 REPEATS = 5  # of a call, at most
 _SMALL = 0.02  # of an iteration; how well a stage's time is known matters only above that
 _PINGS = (1 << 12, 1 << 23)  # bytes
@@ -58,9 +58,9 @@ class Budget:
     def spent(self) -> float:
         return self.clock() - self.begun
 
-    def allows(self, seconds: float, share: float = 1.0) -> bool:
-        """Whether something that takes so long would be over within this share of the whole."""
-        return self.spent + seconds <= share * self.seconds
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
 
 
 class Bench:
@@ -72,9 +72,12 @@ class Bench:
         sizes: group -> bytes on the device of each rank, as `Fleet.setup` returned them.
         kinds: device -> its kind.
         readings: what is measured goes there.
-        budget: until when.
-        share: of the budget, which must be left when this fleet is done.
+        budget: how much time there is.
         show: tells a person.
+
+    Attributes:
+        reserve: seconds of the budget that must be left when this fleet is done.
+        first_s, whole_s: that the first iteration took, and the last one that counts.
     """
 
     def __init__(
@@ -85,11 +88,11 @@ class Bench:
         kinds: dict[int, str],
         readings: Readings,
         budget: Budget,
-        share: float,
         show: Callable[[str], None],
     ) -> None:
         self.name, self.fleet, self.sizes, self.readings = name, fleet, sizes, readings
-        self.budget, self.share, self.show = budget, share, show
+        self.budget, self.show = budget, show
+        self.reserve = self.first_s = self.whole_s = 0.0
         self.graph = fleet.graph
         self.which = which(self.graph, fleet.compiled)
         self.nodes = [node for node in self.graph.phase(TRAIN) if node.name in self.which]
@@ -98,89 +101,127 @@ class Bench:
             for group, stage in fleet.compiled.layout.items()
         }
         self.full: dict[str, int] = {}  # node -> rows of a replica in an iteration
-        self.iteration_s = 0.0
+        self._done = max((node.starts for node in self.graph.phase(TRAIN)), default=0)
+        self._executions: list[Execution] = []
         self._turn = 0
 
     # Whole iterations
 
     def iterate(self) -> None:
-        """One iteration that does not count (libraries load, memory is mapped), then one or several that do."""
+        """One iteration that does not count, of few rows (libraries load, memory is mapped); then one that does.
+
+        That one has all rows, or as many as there seems to be time for.
+        """
         for group in self.graph.workers:
             stages = sorted({self.which[node.name].stage for node in self.nodes if node.worker == group})
             self._apply(group, measure.watch, stages)
-        done = max((node.starts for node in self.graph.phase(TRAIN)), default=0)
-        self._iteration(done)
-        self.show(f"{self.name}: first iteration {self.iteration_s:.1f} s, which does not count")
-        executions: list[Execution] = []
-        while not executions or not (len(executions) == ITERATIONS or self._settled() or self._late(self.iteration_s)):
-            done += 1
-            execution = self._iteration(done)
-            executions.append(execution)
-            for name, took in stage_calls(self.graph, execution).items():
-                self.full[name] = max(took.rows, self.full.get(name, 0))
-                self.readings.add(self._key(self._node(name), took.rows), [took])
-            self.show(f"{self.name}: iteration {self.iteration_s:.1f} s")
-        self.readings.syncs += sync_points(self.graph, self.fleet.compiled, executions)
+        self._draw()
+        least = max(stage.dp for stage in self.fleet.compiled.layout.values())
+        self._limit(least)
+        _, self.first_s = self._iteration()
+        self.show(f"{self.name}: an iteration of few rows to warm up, {self.first_s:.1f} s")
+        rows = max(self.readings.source_rows.values(), default=1)
+        part = 1
+        while rows // (2 * part) >= least and self.first_s * rows / (part * least) > self._time():
+            part *= 2
+        if part > 1:
+            self.readings.left_out.append(f"{self.name}: all rows of an iteration; it has 1 of {part}")
+        self._limit(max(rows // part, least))
+        self._count()
         for node in self.nodes:
-            self.readings.facts.setdefault(node.name, []).extend(
-                self._apply(node.worker, measure.facts, self.which[node.name])
-            )
+            found = self._apply(node.worker, measure.facts, self.which[node.name])
+            self.readings.facts.setdefault(node.name, []).extend(found)
 
-    def _iteration(self, done: int) -> Execution:
+    def again(self) -> None:
+        """More iterations, until those stages that matter take about as long each time."""
+        while len(self._executions) < ITERATIONS and not self._settled() and self.whole_s <= self._time():
+            self._count()
+        self.readings.syncs += sync_points(self.graph, self.fleet.compiled, self._executions)
+
+    def _count(self) -> None:
+        execution, self.whole_s = self._iteration()
+        self._executions.append(execution)
+        looked: dict[tuple[str, RankId], tuple[int, float]] = {}
+        for group in self.graph.workers:
+            own = [node.name for node in self.nodes if node.worker == group]
+            for rank, found in enumerate(self._apply(group, measure.looked, [self.which[name] for name in own])):
+                looked |= {(name, (group, rank)): one for name, one in zip(own, found, strict=True)}
+        for name, took in stage_calls(self.graph, execution, looked).items():
+            node = self._node(name)
+            rows = took.rows if node.reads else self.readings.source_rows[name]  # spans of sources count none
+            self.full[name] = max(rows, self.full.get(name, 0))
+            self.readings.add(self._key(node, rows), [took])
+        self.show(f"{self.name}: an iteration, {self.whole_s:.1f} s")
+
+    def _iteration(self) -> tuple[Execution, float]:
+        for group in self.graph.workers:
+            self._apply(group, measure.anew)
         began = time.monotonic()
-        reports = self.fleet.execute(TRAIN, done)
-        self.iteration_s = time.monotonic() - began
-        return Execution(TRAIN, done + 1, {(one.group, one.rank): ordered(one.spans) for one in reports})
+        reports = self.fleet.execute(TRAIN, self._done)
+        seconds = time.monotonic() - began
+        self._done += 1
+        spans = {(one.group, one.rank): ordered(one.spans) for one in reports}
+        return Execution(TRAIN, self._done, spans), seconds
 
     def _settled(self) -> bool:
         known = [self.readings.samples[self._key(self._node(name), rows)] for name, rows in self.full.items()]
-        return all(sample.settled for sample in known if sample.median > _SMALL * self.iteration_s)
+        return all(sample.settled for sample in known if sample.median > _SMALL * self.whole_s)
+
+    def _draw(self) -> None:
+        """What sources make in an iteration."""
+        for node in self.graph.phase(TRAIN):
+            if isinstance(node.call, Source):
+                ((rows, size),) = self._apply(HOST, measure.draw, node.name)
+                self.readings.source_rows[node.name], self.readings.source_bytes[node.name] = rows, size
+
+    def _limit(self, rows: int) -> None:
+        for name in self.readings.source_rows:
+            self._apply(HOST, measure.limit, name, rows)
 
     # Parts of it
 
-    def memory(self) -> None:
-        """What each stage holds while it runs on all of its rows."""
-        for node in self.nodes:
-            rows = self.full[node.name]
-            if rows and self._may(f"memory of {node.name} with {rows} rows", self._expected(node, rows)):
-                self.readings.add(self._key(node, rows), looked=self._call(node, rows, look=True))
-
     def fewer_rows(self) -> None:
         """Stages with fewer rows than in an iteration: the smallest calls first, of all stages."""
-        sizes = {node.name: smaller(self.full[node.name], unit_of(self.graph, node)) for node in self.nodes}
+        sizes = {
+            node.name: smaller(self.full.get(node.name, 0), unit_of(self.graph, node))
+            for node in self.nodes
+            if not node.spec.whole
+        }
         for place in range(max(map(len, sizes.values()), default=0)):
             for node in self.nodes:
-                if place < len(sizes[node.name]):
+                if place < len(sizes.get(node.name, ())):
                     self._size(node, sizes[node.name][place])
 
     def _size(self, node: Node, rows: int) -> None:
         key, likely = self._key(node, rows), self._expected(node, rows)
-        if not self._may(f"{node.name} with {rows} rows", 3 * likely):
+        if key in self.readings.samples:  # a group without a device is in the same setting in all plans
             return
-        sample = self.readings.add(key, looked=self._call(node, rows, look=True))
-        while len(sample.seconds) < 2 or not (sample.settled or len(sample.seconds) == REPEATS or self._late(likely)):
+        if not self._may(f"{node.name} with {rows} row{'s' * (rows != 1)}", 2 * likely):
+            return
+        sample = self.readings.add(key, self._call(node, rows, look=True))
+        for repeat in range(1, REPEATS):
+            if repeat > 1 and (sample.settled or likely > self._time()):
+                break
             self.readings.add(key, self._call(node, rows))
 
     def beside(self) -> None:
-        """Stages of groups on disjoint devices at the same time, each as in an iteration of this plan."""
+        """Stages of groups on disjoint devices at the same time, each with its rows of an iteration of this plan."""
         for first, others in self._company():
             likely = {node.name: self._expected(node, self.full[node.name]) for node in (first, *others)}
-            whole = _SLOWER * sum(likely[node.name] for node in others)
-            repeats = min(max(math.ceil(whole / max(likely[first.name], 1e-3)), 1), _BESIDE)
-            if not self._may(
-                f"{first.name} beside {', '.join(node.name for node in others)}",
-                _SLOWER * max(whole, repeats * likely[first.name]),
-            ):
+            whole = sum(likely[node.name] for node in others)
+            if len(others) == 1:
+                whole = max(whole, likely[first.name])  # it is repeated as long
+            repeats = _times(_SLOWER * whole, likely[first.name])
+            names = ", ".join(node.name for node in others)
+            if not self._may(f"{first.name} beside {names}", _SLOWER * max(whole, repeats * likely[first.name])):
                 continue
-            rows = self.full[first.name]
-            under_way = self._begin(first, rows, repeats)
-            company: list[Took] = []
-            found: list[tuple[Node, list[Took]]] = []
+            under_way = self._begin(first, self.full[first.name], repeats)
+            found = []
             for node in others:
-                mine = min(max(math.ceil(likely[first.name] / max(likely[node.name], 1e-3)), 1), _BESIDE)
-                found.append((node, self._call(node, self.full[node.name], repeats=mine if len(others) == 1 else 1)))
-                company += found[-1][1]
+                mine = _times(likely[first.name], likely[node.name]) if len(others) == 1 else 1
+                found.append((node, self._call(node, self.full[node.name], repeats=mine)))
             own = self._end(under_way)
+            company = [took for _, calls in found for took in calls]
             for node, calls, beside in [(first, own, company), *((node, calls, own) for node, calls in found)]:
                 if both := accompanied(calls, beside):
                     self.readings.add(self._key(node, self.full[node.name], beside=True), both)
@@ -192,29 +233,17 @@ class Bench:
         with the longest of those.
         """
         on = {name: frozenset(stage.devices) for name, stage in self.fleet.compiled.layout.items()}
-        mine = [node for node in self.nodes if on[node.worker] and self.full[node.name]]
-        if not mine:
-            return []
+        mine = [node for node in self.nodes if on[node.worker] and self.full.get(node.name)]
         cost = {node.name: self._expected(node, self.full[node.name]) for node in mine}
-        first = max(mine, key=lambda node: cost[node.name])
-        apart = [node for node in mine if not on[node.worker] & on[first.worker]]
-        if not apart:
+        first = max(mine, key=lambda node: cost[node.name], default=None)
+        apart = [node for node in mine if first is not None and not on[node.worker] & on[first.worker]]
+        if first is None or not apart:
             return []
         longest = max(apart, key=lambda node: cost[node.name])
         rest = [node for node in mine if node not in apart and node is not first]
         return [(first, apart), *((longest, [node]) for node in rest)]
 
     # What groups hold, and what goes between them
-
-    def sources(self) -> None:
-        """What sources make."""
-        for node in self.graph.phase(TRAIN):
-            if isinstance(node.call, Source):
-                ((rows, size),) = self._apply(HOST, measure.draw, node.name)
-                self.readings.source_rows[node.name], self.readings.source_bytes[node.name] = rows, size
-                sample = self.readings.samples.pop(self._key(node, 0), None)  # spans of sources count no rows
-                if sample is not None and rows:
-                    self.readings.add(self._key(node, rows)).seconds.extend(sample.seconds)
 
     def switches(self) -> None:
         """What groups hold on their devices, and how long it takes to take it off and on. Their times may be others
@@ -285,12 +314,18 @@ class Bench:
     def _expected(self, node: Node, rows: int) -> float:
         return self.readings.expected(node.name, self.settings[node.worker], rows)
 
-    def _late(self, seconds: float) -> bool:
-        return not self.budget.allows(seconds, self.share)
+    def _time(self) -> float:
+        """Seconds that are left for this fleet."""
+        return self.budget.left - self.reserve
 
     def _may(self, what: str, seconds: float) -> bool:
         """Whether there is time for it; what there is not is named at the end."""
-        if self._late(seconds):
-            self.readings.left_out.append(f"{self.name}: {what}")
-            return False
-        return True
+        if seconds <= self._time():
+            return True
+        self.readings.left_out.append(f"{self.name}: {what}")
+        return False
+
+
+def _times(whole: float, each: float) -> int:
+    """Calls that last as long as something else."""
+    return min(max(math.ceil(whole / max(each, 1e-3)), 1), _BESIDE)

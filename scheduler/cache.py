@@ -71,8 +71,8 @@ def keep(profile: Profile, places: Places, note: Callable[[str], None]) -> Path 
         save_profile(profile, path)
     except OSError as error:
         note(
-            f"the profile could not be kept in {path.parent} ({error.strerror or error}): it will be measured again next "
-            f"time; set {FOLDER} to a folder that can be written to"
+            f"the profile could not be kept in {path.parent} ({error.strerror or error}): it will be measured again "
+            f"next time; set {FOLDER} to a folder that can be written to"
         )
         return None
     return path

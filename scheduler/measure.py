@@ -1,7 +1,7 @@
 """What runs on workers while they are profiled: functions for `Fleet.apply`, and what they bring back.
 
-A watched worker keeps what its stages are given in an iteration. With these rows, real ones, its stages are then called
-by themselves: fewer rows at a time, or with their memory looked at.
+A watched worker keeps what its stages are given in an iteration, and what they hold meanwhile. With these rows, real
+ones, its stages are then called by themselves, fewer rows at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,20 @@ _ANSWER_S = 60.0  # that the other end of a channel is waited for
 
 @dataclass
 class Seen:
-    """A call of a stage, as the executor made it."""
+    """A call of a stage, as the executor made it.
+
+    Attributes:
+        given, made: batches.
+        options: of the call.
+        transient: bytes that the device held in it beyond what was there.
+        looking: seconds that it took to find that out.
+    """
 
     given: list[Batch]
     options: Mapping[str, Any]
     made: list[Batch] = field(default_factory=list)
+    transient: int = 0
+    looking: float = 0.0
 
 
 _SEEN: dict[int, dict[str, list[Seen]]] = {}  # of each watched worker of this process, by its id
@@ -47,12 +56,10 @@ class Which:
     Attributes:
         stage: name of the worker's method.
         number: of the node, among those of an iteration that call this method on this worker.
-        each: calls of the method in an iteration.
     """
 
     stage: str
     number: int = 0
-    each: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,23 +69,27 @@ class Took:
     Attributes:
         start, end: seconds since the epoch.
         rows: that it worked on.
-        transient: bytes that the device held in it beyond what was there; 0 where nobody looked.
+        transient: bytes that the device held in it beyond what was there; ``None``: nobody looked.
     """
 
     start: float
     end: float
     rows: int
-    transient: int = 0
+    transient: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the calls of a node were about.
+    """What the calls of a node were about, in the last iteration.
 
     Attributes:
-        given, made: rows of the last call.
+        given, made: rows.
         given_bytes, made_bytes: field -> bytes of it in all of these rows.
-        lengths: tokens of each sequence that was made, in all calls; empty where none are.
+        lengths: tokens of each sequence that was made; empty where none are.
     """
 
     given: int = 0
@@ -89,24 +100,32 @@ class Facts:
 
 
 def watch(worker: Worker, stages: Sequence[str]) -> None:
-    """From now on the worker keeps what these stages are given and make."""
-    kept = _SEEN.setdefault(id(worker), {})
-    for stage in stages:
-        kept[stage] = []
-        setattr(worker, stage, _watched(getattr(worker, stage), kept[stage]))
+    """From now on the worker keeps what these stages are given and make, and looks at memory meanwhile."""
+    _SEEN[id(worker)] = {stage: [] for stage in stages}
+    for stage, kept in _SEEN[id(worker)].items():
+        setattr(worker, stage, _watched(getattr(worker, stage), kept, worker.ctx.device))
 
 
-def _watched(method: Callable[..., Any], kept: list[Seen]) -> Callable[..., Any]:
+def anew(worker: Worker) -> None:
+    """Another iteration begins: what was kept of the last one is not needed."""
+    for kept in _SEEN[id(worker)].values():
+        kept.clear()
+
+
+def _watched(method: Callable[..., Any], kept: list[Seen], device: str) -> Callable[..., Any]:
     def call(rows: Batch | Iterable[Batch], **options: Any) -> Any:
         seen = Seen([], options)
         kept.append(seen)
+        look = _looking(seen, device)
+        next(look)
         if isinstance(rows, Batch):
             seen.given.append(rows)
             made = method(rows, **options)
         else:
             made = method(_through(rows, seen.given), **options)
         if isinstance(made, GeneratorType):
-            return _through(made, seen.made)
+            return _through(made, seen.made, look)
+        next(look)
         if made is not None:
             seen.made.append(made)
         return made
@@ -114,18 +133,41 @@ def _watched(method: Callable[..., Any], kept: list[Seen]) -> Callable[..., Any]
     return call
 
 
-def _through(batches: Iterable[Batch], into: list[Batch]) -> Iterator[Batch]:
+def _through(batches: Iterable[Batch], into: list[Batch], end: Iterator[None] | None = None) -> Iterator[Batch]:
     for batch in batches:
         into.append(batch)
         yield batch
+    if end is not None:
+        next(end)
+
+
+def _looking(seen: Seen, device: str) -> Iterator[None]:
+    """Looks at memory from its first step to its second."""
+    began = time.perf_counter()
+    with _Gauge(device) as gauge:
+        seen.looking = time.perf_counter() - began
+        yield
+        began = time.perf_counter()
+    seen.transient = gauge.transient
+    seen.looking += time.perf_counter() - began
+    yield
+
+
+def _of(worker: Worker, which: Which) -> Seen:
+    return _SEEN[id(worker)][which.stage][which.number]
 
 
 def facts(worker: Worker, which: Which) -> Facts:
-    """What the calls of a node were about, up to now."""
-    calls = _SEEN[id(worker)][which.stage][which.number :: which.each]
-    given, made = Batch.concat(calls[-1].given), Batch.concat(calls[-1].made)
-    lengths = [length for seen in calls for batch in seen.made for length in _lengths(batch)]
+    """What the call of a node in the last iteration was about."""
+    seen = _of(worker, which)
+    given, made = Batch.concat(seen.given), Batch.concat(seen.made)
+    lengths = [length for batch in seen.made for length in _lengths(batch)]
     return Facts(given.n, made.n, _sizes(given), _sizes(made), tuple(lengths))
+
+
+def looked(worker: Worker, nodes: Sequence[Which]) -> list[tuple[int, float]]:
+    """Of the calls of the last iteration: bytes beyond what stays, and seconds that it took to find that out."""
+    return [(seen.transient, seen.looking) for seen in (_of(worker, which) for which in nodes)]
 
 
 def _sizes(batch: Batch) -> dict[str, int]:
@@ -153,9 +195,9 @@ def calls(
         unit: rows that stay together.
         turn: other turns take other rows, where there are so many.
         repeats: how often.
-        look: at memory; the call then takes longer.
+        look: at memory.
     """
-    seen = _SEEN[id(worker)][which.stage][which.number :: which.each][-1]
+    seen = _of(worker, which)
     method = getattr(type(worker), which.stage).__get__(worker)
     streams = type(worker).stages()[which.stage].streams
     whole, found = Batch.concat(seen.given), []
@@ -171,7 +213,7 @@ def calls(
             end = start + time.perf_counter() - began
         worker.metrics.take()
         worker.metrics.take_rows()
-        found.append(Took(start, end, batch.n, gauge.transient if gauge else 0))
+        found.append(Took(start, end, batch.n, gauge.transient if gauge else None))
     return found
 
 
@@ -180,13 +222,25 @@ def part_of(batch: Batch, rows: int, unit: int, turn: int) -> Batch:
     rows = min(rows, batch.n)
     places = (batch.n - rows) // unit + 1
     first = turn * max(rows // unit, 1) % places * unit
-    return batch.select(range(first, first + rows))
+    picked: Batch = batch.select(range(first, first + rows))
+    return picked
 
 
 def draw(worker: Any, source: str) -> tuple[int, int]:
     """(rows, bytes) of what a source of the host makes."""
     made = worker.sources[source].next_batch()
     return made.n, sum(_sizes(made).values())
+
+
+def limit(worker: Any, source: str, rows: int) -> None:
+    """From now on a source of the host makes the first so many rows of what it would make."""
+    of = worker.sources[source]
+
+    def next_batch() -> Batch:
+        made = type(of).next_batch(of)
+        return made.select(range(min(rows, made.n)))
+
+    of.next_batch = next_batch
 
 
 def switch(worker: Worker) -> tuple[float, float]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from rlinf.errors import PlacementError
 from rlinf.failure import RunFailed
 from rlinf.m2flow.compiler import compile_plan
 from rlinf.m2flow.plan import Plan, Stage, stages
+from rlinf.scheduler.bench import Bench, Budget
 from rlinf.scheduler.identity import identity_of, kinds_of, processor
 from rlinf.scheduler.profile import Profile
 from rlinf.scheduler.readings import Readings
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 Show = Callable[[str], None]
 TOGETHER, APART, ALONE = "together", "apart", "on few devices"
-_SHARES = {TOGETHER: 0.6, APART: 0.9, ALONE: 1.0}  # of the budget, at whose end each is over, where others follow
 
 
 def profile(ready: Ready, budget_s: float = 120.0, show: Show = print) -> Profile:
@@ -54,12 +55,13 @@ def profile(ready: Ready, budget_s: float = 120.0, show: Show = print) -> Profil
     """
     from rlinf.cluster import Cluster
 
+    budget = Budget(budget_s)
     folder = Path(tempfile.mkdtemp(prefix="rlinf-profile-"))
     failed = False
     try:
         cluster = Cluster.connect(ready.cfg.cluster, show)
         try:
-            return _Profiler(ready, cluster, folder, budget_s, show).run()
+            return _Profiler(ready, cluster, folder, budget, show).run()
         finally:
             cluster.close()
     except RunFailed:
@@ -73,27 +75,20 @@ def profile(ready: Ready, budget_s: float = 120.0, show: Show = print) -> Profil
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan to measure.
-
-    Attributes:
-        name: for people.
-        plan: on the devices of one kind.
-        devices: how many it uses.
-        share: of the budget, at whose end it must be over.
-    """
+    """A plan to measure on the devices of one kind."""
 
     name: str
+    kind: str
     plan: Plan
-    devices: int
-    share: float
+
+    @property
+    def ranks(self) -> int:
+        return sum(stage.ranks for stage in stages(self.plan))
 
 
 class _Profiler:
-    def __init__(self, ready: Ready, cluster: Cluster, folder: Path, budget_s: float, show: Show) -> None:
-        from rlinf.scheduler.bench import Budget
-
-        self.ready, self.cluster, self.folder, self.show = ready, cluster, folder, show
-        self.budget = Budget(budget_s)
+    def __init__(self, ready: Ready, cluster: Cluster, folder: Path, budget: Budget, show: Show) -> None:
+        self.ready, self.cluster, self.folder, self.budget, self.show = ready, cluster, folder, budget, show
         self.readings = Readings(ready.graph)
         self.places, self.kinds = kinds_of(cluster.devices)
         self.kind_of = {device: kind for kind, own in self.places.items() for device in own}
@@ -101,74 +96,69 @@ class _Profiler:
     def run(self) -> Profile:
         found = ", ".join(f"{len(own)} x {kind}" for kind, own in self.places.items())
         self.show(f"profiling {self.ready.identity.workflow} on {found}, in {self.budget.seconds:.0f} s if it can be")
-        for number, kind in enumerate(self.places):
-            last = number == len(self.places) - 1
-            likely = 0.0
-            for trial in self._trials(kind, last):
-                if likely and not self.budget.allows(
-                    needs := likely * len(self.places[kind]) / trial.devices, trial.share
-                ):
-                    text = f"{trial.name} on {kind}: it would take {needs:.0f} s or more"
-                    self.readings.left_out.append(text)
-                    continue
-                likely = self._measure(trial)
+        trials = [trial for kind in self.places for trial in self._trials(kind)]
+        needs = 0.0
+        for trial, following in zip_longest(trials, trials[1:]):
+            if trial.name != TOGETHER and needs > self.budget.left:
+                self.readings.left_out.append(f"groups {trial.name} on {trial.kind}, which needs {needs:.0f} s or more")
+                continue
+            needs = self._measure(trial, following)
         for text in self.readings.left_out:
             self.show(f"left out, as there was no time: {text}")
-        took = f"{self.budget.spent:.0f} s"
-        note = f"taken in {took} on {time.strftime('%Y-%m-%d %H:%M')}, {found}, host CPU {processor()}"
-        if self.readings.left_out:
-            note += "; without " + "; ".join(self.readings.left_out)
+        note = f"taken in {self.budget.spent:.0f} s on {time.strftime('%Y-%m-%d %H:%M')}; {found}, CPU {processor()}"
         return self.readings.profile(identity_of(self.ready), self.kinds, note)
 
-    def _trials(self, kind: str, last: bool) -> Iterator[Trial]:
-        """Plans to measure on the devices of a kind, the one that is needed first."""
-        devices = self.places[kind]
-        names = (TOGETHER, *((APART,) if len(devices) > 1 else ()), *((ALONE,) if len(devices) > 2 else ()))
-        for name in names:
+    def _trials(self, kind: str) -> list[Trial]:
+        """Plans to measure on the devices of a kind, the one that is needed first.
+
+        Raises:
+            PlacementError: the workflow cannot run on these devices.
+        """
+        devices, found = self.places[kind], []
+        for name in (TOGETHER, *((APART,) if len(devices) > 1 else ()), *((ALONE,) if len(devices) > 2 else ())):
             try:
-                plan = self._plan(name, len(devices))
+                found.append(Trial(name, kind, onto(self._plan(name, devices), devices)))
             except PlacementError as error:
                 if name == TOGETHER:
                     raise
-                self.readings.left_out.append(f"{name} on {kind}: {error}")
-                continue
-            used = max((len(stage.devices) for stage in stages(plan)), default=0)
-            yield Trial(name, onto(plan, devices), max(used, 1), 1.0 if name == names[-1] and last else _SHARES[name])
+                self.show(f"groups {name} on {kind} cannot be measured: {error}")
+        return found
 
-    def _plan(self, name: str, devices: int) -> Plan:
+    def _plan(self, name: str, devices: Sequence[int]) -> Plan:
         """
         Raises:
             PlacementError: there is none.
         """
-        ready = self.ready
-        memory = [device.memory for device in self.cluster.devices][:devices]
-        wanted = replace(ready.cfg.plan, kind="collocated", file=None, granularity=0)
-        if name == APART:
-            wanted = replace(wanted, kind="disaggregated")
+        graph = self.ready.graph
+        memory = [self.cluster.devices[device].memory for device in devices]
         if name == ALONE:
-            widths = [spec.tp * max(spec.dp, 1) for spec in ready.graph.workers.values() if spec.cls.uses_device]
+            widths = [spec.tp * max(spec.dp, 1) for spec in graph.workers.values() if spec.cls.uses_device]
             memory = memory[: max(widths, default=1)]
-        return choose(ready.graph, wanted, ready.needs, memory)
+        kind = "disaggregated" if name == APART else "collocated"
+        return choose(
+            graph, replace(self.ready.cfg.plan, kind=kind, file=None, granularity=0), self.ready.needs, memory
+        )
 
-    def _measure(self, trial: Trial) -> float:
-        """Returns the seconds that the least of it took: start, and two iterations."""
-        from rlinf.scheduler.bench import Bench
-
+    def _measure(self, trial: Trial, following: Trial | None) -> float:
+        """Returns the seconds that the following trial needs at least, or so."""
         began = self.budget.spent
+        needs = 0.0
         with self._fleet(trial) as (fleet, sizes):
-            self.show(f"{trial.name}: workers are up after {self.budget.spent - began:.1f} s")
-            bench = Bench(trial.name, fleet, sizes, self.kind_of, self.readings, self.budget, trial.share, self.show)
+            started = self.budget.spent - began
+            self.show(f"{trial.name}: workers are up after {started:.1f} s")
+            bench = Bench(trial.name, fleet, sizes, self.kind_of, self.readings, self.budget, self.show)
             bench.iterate()
-            least = self.budget.spent - began
-            bench.sources()
-            bench.memory()
+            if following is not None:
+                needs = started * following.ranks / trial.ranks + 2 * bench.first_s + bench.whole_s
+                bench.reserve = needs if needs < self.budget.left else 0.0
             if trial.name == APART:
                 bench.beside()
             bench.fewer_rows()
+            bench.again()
             if not self.readings.transfers:
                 bench.pings()
             bench.switches()
-        return least
+        return needs
 
     @contextmanager
     def _fleet(self, trial: Trial) -> Iterator[tuple[Fleet, dict[str, list[int]]]]:

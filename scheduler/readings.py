@@ -13,7 +13,7 @@ from rlinf.m2flow.compiler import Compiled, Run
 from rlinf.m2flow.costs import RECEIVE, SEND
 from rlinf.m2flow.graph import TRAIN, Graph, Node
 from rlinf.m2flow.rows import grouped
-from rlinf.m2flow.timeline import Doing, Execution
+from rlinf.m2flow.timeline import Doing, Execution, RankId
 from rlinf.scheduler.measure import Facts, Took, Which
 from rlinf.scheduler.profile import Held, Identity, Kind, Point, Profile, StageProfile, SyncPoint, Tail, Transfer
 
@@ -94,12 +94,13 @@ class Readings:
     transport: str = ""
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, key: Key, took: Iterable[Took] = (), looked: Iterable[Took] = ()) -> Sample:
-        """Calls of a stage: those that are timed, and those in which memory was looked at."""
+    def add(self, key: Key, calls: Iterable[Took]) -> Sample:
+        """Calls of a stage."""
         sample = self.samples.setdefault(key, Sample())
-        sample.seconds += [one.end - one.start for one in took]
-        for one in looked:
-            sample.transient = max(sample.transient or 0, one.transient)
+        for took in calls:
+            sample.seconds.append(took.seconds)
+            if took.transient is not None:
+                sample.transient = max(sample.transient or 0, took.transient)
         return sample
 
     def expected(self, stage: str, setting: Setting, rows: int) -> float:
@@ -113,8 +114,10 @@ class Readings:
             return 0.0
         if rows > known[-1][0]:
             return known[-1][1] * rows / known[-1][0]
+        if rows < known[0][0]:
+            return known[0][1] * (0.1 + 0.9 * rows / known[0][0])
         sizes, seconds = ([one[i] for one in known] for i in (0, 1))
-        return float(np.interp(rows, sizes, seconds))  # below the smallest, as long as that
+        return float(np.interp(rows, sizes, seconds))
 
     def profile(self, identity: Identity, kinds: Mapping[str, Kind], note: str) -> Profile:
         """
@@ -179,23 +182,27 @@ class Readings:
         return round(known[max(known)] * key.rows / max(known)) if known else 0
 
 
-def stage_calls(graph: Graph, execution: Execution) -> dict[str, Took]:
+Looked = Mapping[tuple[str, RankId], tuple[int, float]]
+"""Stage and rank -> bytes beyond what stays, and seconds within its span that it took to find that out."""
+
+
+def stage_calls(graph: Graph, execution: Execution, looked: Looked) -> dict[str, Took]:
     """Node -> its call in an execution in which it takes all of its rows at once.
 
     Rows are those of the replica that had the most, seconds those of the slowest rank.
     """
     names = {node.name for node in graph.phase(TRAIN)}
-    found: dict[str, Took] = {}
-    for spans in execution.spans.values():
-        own: dict[str, Took] = {}
+    calls: dict[str, list[list[Took]]] = {}
+    for rank, spans in execution.spans.items():
+        own: dict[str, tuple[float, int]] = {}
         for span in spans:
             if span.doing is Doing.RUN and span.name in names:
-                before = own.get(span.name, Took(0.0, 0.0, 0))
-                own[span.name] = Took(0.0, before.end + max(span.end - span.start, 0.0), before.rows + span.rows)
-        for name, took in own.items():
-            before = found.get(name, Took(0.0, _LEAST, 0))
-            found[name] = Took(0.0, max(before.end, took.end), max(before.rows, took.rows))
-    return found
+                seconds, rows = own.get(span.name, (0.0, 0))
+                own[span.name] = seconds + max(span.end - span.start, 0.0), rows + span.rows
+        for name, (seconds, rows) in own.items():
+            transient, looking = looked.get((name, rank), (None, 0.0))
+            calls.setdefault(name, []).append([Took(0.0, seconds - looking, rows, transient)])
+    return {name: together(ranks)[0] for name, ranks in calls.items()}
 
 
 def together(ranks: Sequence[Sequence[Took]]) -> list[Took]:
@@ -206,9 +213,10 @@ def together(ranks: Sequence[Sequence[Took]]) -> list[Took]:
     """
     found = []
     for call in zip(*ranks, strict=True):
-        start, seconds = min(took.start for took in call), max(took.end - took.start for took in call)
-        rows, transient = max(took.rows for took in call), max(took.transient for took in call)
-        found.append(Took(start, start + max(seconds, _LEAST), rows, transient))
+        start, seconds = min(took.start for took in call), max(took.seconds for took in call)
+        sizes = [took.transient for took in call if took.transient is not None]
+        rows = max(took.rows for took in call)
+        found.append(Took(start, start + max(seconds, _LEAST), rows, max(sizes, default=None)))
     return found
 
 
@@ -224,7 +232,7 @@ def accompanied(calls: Sequence[Took], others: Sequence[Took], share: float = 0.
     def beside(took: Took) -> float:
         return sum(max(min(took.end, end) - max(took.start, start), 0.0) for start, end in busy)
 
-    return [took for took in calls if beside(took) >= share * (took.end - took.start)]
+    return [took for took in calls if beside(took) >= share * took.seconds]
 
 
 def which(graph: Graph, compiled: Compiled) -> dict[str, Which]:
@@ -234,7 +242,7 @@ def which(graph: Graph, compiled: Compiled) -> dict[str, Which]:
         own = [graph.nodes[op.node] for op in compiled.programs[TRAIN][group] if isinstance(op, Run)]
         for node in own:
             same = [other.name for other in own if other.spec.name == node.spec.name]
-            found[node.name] = Which(node.spec.name, same.index(node.name), len(same))
+            found[node.name] = Which(node.spec.name, same.index(node.name))
     return found
 
 
