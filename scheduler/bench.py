@@ -122,7 +122,8 @@ class Bench:
         self.show(f"{self.name}: an iteration of few rows to warm up, {self.first_s:.1f} s")
         rows = max(self.readings.source_rows.values(), default=1)
         part = 1
-        while rows // (2 * part) >= least and self.first_s * rows / (part * least) > self._time():
+        # Half of the first one is thought to be warming up, and what does not grow with the rows.
+        while rows // (2 * part) >= least and self.first_s * (1 + rows / (part * least)) / 2 > self._time():
             part *= 2
         if part > 1:
             self.readings.left_out.append(f"{self.name}: all rows of an iteration; it has 1 of {part}")

@@ -36,7 +36,7 @@ class Seen:
         given, made: batches.
         options: of the call.
         transient: bytes that the device held in it beyond what was there.
-        looking: seconds that it took to find that out.
+        looking: seconds of the call's span that it took to find that out.
     """
 
     given: list[Batch]
@@ -116,7 +116,7 @@ def _watched(method: Callable[..., Any], kept: list[Seen], device: str) -> Calla
     def call(rows: Batch | Iterable[Batch], **options: Any) -> Any:
         seen = Seen([], options)
         kept.append(seen)
-        look = _looking(seen, device)
+        look = _looking(seen, device, before=not isinstance(rows, Batch))
         next(look)
         if isinstance(rows, Batch):
             seen.given.append(rows)
@@ -141,11 +141,15 @@ def _through(batches: Iterable[Batch], into: list[Batch], end: Iterator[None] | 
         next(end)
 
 
-def _looking(seen: Seen, device: str) -> Iterator[None]:
-    """Looks at memory from its first step to its second."""
+def _looking(seen: Seen, device: str, before: bool) -> Iterator[None]:
+    """Looks at memory from its first step to its second.
+
+    Args:
+        before: the span of the call begins after the first step: with the first piece of a stream.
+    """
     began = time.perf_counter()
     with _Gauge(device) as gauge:
-        seen.looking = time.perf_counter() - began
+        seen.looking = 0.0 if before else time.perf_counter() - began
         yield
         began = time.perf_counter()
     seen.transient = gauge.transient

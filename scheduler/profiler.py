@@ -149,7 +149,7 @@ class _Profiler:
             bench = Bench(trial.name, fleet, sizes, self.kind_of, self.readings, self.budget, self.show)
             bench.iterate()
             if following is not None:
-                needs = started * following.ranks / trial.ranks + 2 * bench.first_s + bench.whole_s
+                needs = (started + bench.first_s) * following.ranks / trial.ranks + bench.whole_s
                 bench.reserve = needs if needs < self.budget.left else 0.0
             if trial.name == APART:
                 bench.beside()

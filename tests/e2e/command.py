@@ -31,13 +31,15 @@ LEAVE_S = 10.0  # a run that ends takes everything with it within this
 
 
 class Command:
-    """One run of ``python -m rlinf.train``; every process that it ever had is remembered."""
+    """One run of ``python -m rlinf.train``, or of another command; every process that it ever had is remembered."""
 
-    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, env: dict[str, str] | None = None, module: str = "rlinf.train"
+    ) -> None:
         self.output = folder / f"said-{time.time_ns()}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlinf.train", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
