@@ -1,7 +1,7 @@
 """The command ``python -m rlinf.profile +workflow=ppo``: measures what the stages of a workflow take on this hardware.
 
-Plans are made from such a profile (``plan=auto``). It is kept for runs of the same workflow, model, config and
-hardware, or written to a file. Nothing is trained but what is thrown away afterwards.
+A profile is plain data, for plans that are made from it. It is kept for the same workflow, model, config and hardware,
+or written to a file. Nothing is trained but what is thrown away afterwards.
 
 Exit codes: 0 done; 1 a stage failed; 2 the config, data, model or placement is wrong; 130 interrupted; 143 terminated.
 """
@@ -80,7 +80,7 @@ def _profile(cfg: TrainConfig, out: Path | None, budget_s: float | None) -> None
         _say(line)
     if out is not None:
         save_profile(found, out)
-        _say(f"profile      {out} (take it with plan.profile={out})")
+        _say(f"profile      {out}")
     elif (path := keep(found, places, _say)) is not None:
         _say(f"profile      {path}")
 

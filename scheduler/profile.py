@@ -235,7 +235,7 @@ def check_identity(profile: Profile, wanted: Identity, kinds: Mapping[str, Kind]
         if there != here:
             raise ConfigError(
                 f"the profile {at} is of {what} {there!r}, and this is for {here!r}: take a new one "
-                "(python -m rlinf.profile ...), or use it all the same with --force or plan.force=true"
+                "(python -m rlinf.profile ...), or force it to be used all the same"
             )
 
 
