@@ -74,15 +74,23 @@ class ClusterConfig:
 
 @dataclass
 class PlanConfig:
-    kind: str = "collocated"  # collocated | disaggregated | hybrid; see docs/guide.md
+    kind: str = "auto"  # auto (measure stages, find the best) | collocated | disaggregated | hybrid; see docs/guide.md
     file: str | None = None  # a plan of your own (YAML, as every run writes one); null: the kind above
-    granularity: int = 0  # rows that stages on disjoint devices take from one another at a time; 0: all at once
+    objective: str = (
+        "time"  # auto: time of an iteration | memory of a device | devices, the fewest that are fast enough
+    )
+    within: float = 0.05  # auto, with objective=devices: how much slower than the fastest plan they may be
+    profile: str | None = None  # auto: a profile to plan with (python -m rlinf.profile); null: kept, else measured now
+    force: bool = False  # auto: take plan.profile although it is of another model, config or hardware
+    granularity: int = (
+        0  # rows that stages on disjoint devices take at a time; 0: all at once (auto: whichever is best)
+    )
     maker_devices: int = 0  # disaggregated, hybrid: devices that generate; 0: half of them
     swap: str = "auto"  # groups leave a device that they share between turns: auto (if memory asks) | always | never
     staleness: int = 0  # updates that the weights which make samples may be behind; 0: on-policy
     in_flight: bool = False  # with staleness: generation goes on with newer weights as soon as they are there
-    budget_s: float = 120.0  # python -m rlinf.profile: how long it may take beyond the start of the workers
-    replan: bool = True  # runs with a planner (from Python): plan again when stages take other times than it expected
+    budget_s: float = 120.0  # auto, and python -m rlinf.profile: how long measuring may take, beyond whole iterations
+    replan: bool = True  # auto: plan again when stages take other times than was expected
     drift: float = 0.25  # a stage has drifted when its time is this part above or below what was expected
 
 

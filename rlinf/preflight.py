@@ -15,7 +15,7 @@ from rlinf.config import ModelConfig, OptimizerConfig, TrainConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.m2flow.graph import Graph
 from rlinf.m2flow.plan import Plan, describe, stages
-from rlinf.scheduler.shipped import choose
+from rlinf.scheduler.shipped import choose, looked_for
 
 GIB = 2**30
 
@@ -39,18 +39,31 @@ class Ready:
     output_dir: Path
     resume: tuple[Path, Meta] | None
 
-    def lines(self, devices: Sequence[Device] | None = None) -> list[str]:
-        """What will run, where, in which sizes and how much memory."""
+    def lines(self, devices: Sequence[Device] | None = None, plan: Plan | None = None) -> list[str]:
+        """What will run, where, in which sizes and how much memory.
+
+        Args:
+            devices: it runs on; ``None``: those of this machine, if it did.
+            plan: that was found for them; ``None``: the one that the config asks for.
+        """
         here = devices is None
         found = local_devices(self.cfg) if devices is None else devices
-        plan = self.plan(found)
         lines = [f"workflow {self.cfg.workflow.name}, model {self.identity.model}"]
         lines += [f"devices{' (if it runs on this machine alone)' if here else ''}: {'; '.join(map(str, found))}"]
-        lines += ["placement: " + describe(plan)[0], *describe(plan)[1:]]
+        if plan is None and not looked_for(self.cfg.plan, len(found)):
+            plan = self.plan(found)
+        if plan is None:
+            lines += [
+                "placement: the best for what the stages take, by a profile that is kept for this model, config and "
+                f"hardware, or else taken first (in {self.cfg.plan.budget_s:.0f} s or so)"
+            ]
+        else:
+            lines += ["placement: " + describe(plan)[0], *describe(plan)[1:]]
         lines += self.sizes.lines()
         lines += [f"{node.name} waits for the first {node.starts} steps" for node in self.graph.nodes if node.starts]
-        lines += ["memory, estimated (weights, gradients and optimizer; activations come on top):"]
-        lines += [f"  {text}" for text in self._memory(plan)]
+        if plan is not None:
+            lines += ["memory, estimated (weights, gradients and optimizer; activations come on top):"]
+            lines += [f"  {text}" for text in self._memory(plan)]
         start = f"resumes {self.resume[0]} (step {self.resume[1].step})" if self.resume else "starts anew"
         return [*lines, f"{start}; output in {self.output_dir}"]
 
@@ -120,14 +133,25 @@ def preflight(cfg: TrainConfig, build: Callable[[TrainConfig], Graph]) -> Ready:
     for role, section in (("actor", cfg.actor), ("critic", cfg.critic), ("reference", cfg.reference)):
         if role in graph.workers:
             check_tp(describe(resolve(section.model)), section.tp)
-    info = describe(resolve(cfg.model))
     name = cfg.workflow.name or cfg.workflow.target.replace(":", ".").rpartition(".")[2]
-    identity = Identity(name, f"{info.architecture}, {info.layers} layers, {info.parameters:,} parameters")
+    identity = Identity(name, model_line(cfg))
     root = Path(cfg.output_root) / f"{name}-{cfg.model.name}"
     output_dir, resume = _place(cfg, root, identity)
     writable(next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists()))
     filled = replace(cfg, workflow=replace(cfg.workflow, name=name), output_dir=str(output_dir))
     return Ready(filled, graph, sizes, identity, output_dir, resume)
+
+
+def model_line(cfg: TrainConfig) -> str:
+    """The model, as a run prints it and as profiles and checkpoints know it.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    from rlinf.models import describe, resolve
+
+    info = describe(resolve(cfg.model))
+    return f"{info.architecture}, {info.layers} layers, {info.parameters:,} parameters"
 
 
 def check_names(cfg: TrainConfig) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlinf.checkpoint import Checkpoints, Meta, OutputLock
@@ -23,6 +24,7 @@ from rlinf.m2flow.executor import Report
 from rlinf.m2flow.graph import EVALUATE, HOST, TRAIN
 from rlinf.m2flow.plan import save_plan
 from rlinf.m2flow.record import Record
+from rlinf.planning import plan_for
 from rlinf.preflight import Ready
 from rlinf.replanning import Replanning
 from rlinf.scheduler.replan import Planned
@@ -31,7 +33,7 @@ from rlinf.watchdog import Watchdog
 
 SCORE = "reward/mean"
 Planner = Callable[[Sequence[Device]], "Planned | None"]
-"""The devices of the cluster -> the plan for them with what is expected of it; ``None``: nothing is."""
+"""The devices of the cluster -> the plan for them with what is expected of it; ``None``: the config names the plan."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def run(ready: Ready, planner: Planner | None = None) -> Outcome:
 
     Args:
         ready: what to run.
-        planner: finds the plan, so that the run can be planned again; ``None``: the plan is the one of ``ready``.
+        planner: finds the plan, so that the run can be planned again; ``None``: `rlinf.planning.plan_for`.
 
     Raises:
         RunFailed: a worker failed; it has been shown, and every process of the run has ended.
@@ -109,12 +111,13 @@ class _Run:
         limits = cfg.cluster.stall_s, cfg.cluster.stall_end_s
         self.fleet.watchdog = Watchdog(*limits, ready.output_dir, console.note)
         try:
-            planned = self.planner(cluster.devices) if self.planner else None
+            planner = self.planner or partial(plan_for, ready, show=console.note)
+            planned = planner(cluster.devices)
             plan = planned.plan if planned else ready.plan(cluster.devices)
             self.fleet.compiled = compile_plan(ready.graph, plan, cfg.plan.staleness, cfg.plan.in_flight)
             save_plan(plan, ready.output_dir / "plan.yaml")
             (ready.output_dir / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-            lines = ready.lines(cluster.devices)
+            lines = [*ready.lines(cluster.devices, plan), *(planned.reasons if planned else ())]
             console.header(lines)
             self.record = Record(ready.graph, self.fleet.compiled, ready.output_dir, lines, console.note)
             self.replanning = Replanning(planned, cfg.plan, self.fleet, self.record, ready.output_dir, console.note)

@@ -136,7 +136,7 @@ def judge_all(
             refused.append((plan, f"device {device} would hold {size / 2**30:.2f} GiB at its fullest, of {have:.2f}"))
         else:
             found.append(one)
-    return sorted(found, key=lambda one: (round(one.seconds, 9), _parts(one.plan), str(one.plan))), refused
+    return sorted(found, key=lambda one: (round(one.seconds, 9), simplicity(one.plan), str(one.plan))), refused
 
 
 def family(plan: Plan) -> str:
@@ -160,7 +160,7 @@ def _with_devices(plan: Plan) -> Plan | None:
     return Piped(tuple(parts), plan.granularity) if isinstance(plan, Piped) else Shared(tuple(parts), plan.swap)
 
 
-def _parts(plan: Plan) -> tuple[int, int]:
+def simplicity(plan: Plan) -> tuple[int, int]:
     """How simple a plan is: pipes in it, devices that it uses."""
     return sum(isinstance(node, Piped) for node in nodes(plan)), sum(len(stage.devices) for stage in stages(plan))
 

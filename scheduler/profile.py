@@ -6,7 +6,7 @@ that, plans are made on any machine, also on one that could not run them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -209,7 +209,7 @@ def load_profile(path: Path) -> Profile:
         _refuse(path, error)
 
 
-def check_identity(profile: Profile, wanted: Identity, kinds: Mapping[str, Kind], force: bool, at: str) -> None:
+def check_identity(profile: Profile, wanted: Identity, kinds: Collection[str], force: bool, at: str) -> None:
     """Refuse a profile of something else.
 
     Args:
@@ -235,7 +235,7 @@ def check_identity(profile: Profile, wanted: Identity, kinds: Mapping[str, Kind]
         if there != here:
             raise ConfigError(
                 f"the profile {at} is of {what} {there!r}, and this is for {here!r}: take a new one "
-                "(python -m rlinf.profile ...), or force it to be used all the same"
+                "(python -m rlinf.profile ...), or have it used all the same (plan.force=true; --force)"
             )
 
 

@@ -30,6 +30,7 @@ class Planned:
         granularities: rows at a time that other plans may have; none: those of this plan, and all at once.
         swaps: whether other plans may swap; none: as this one does.
         devices: that other plans may use; none: those of this plan.
+        reasons: for the choice, as lines for a person.
     """
 
     plan: Plan
@@ -39,6 +40,7 @@ class Planned:
     granularities: tuple[int, ...] = ()
     swaps: tuple[bool, ...] = ()
     devices: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ updates them; the rest, and learners that score rows too (a critic), *scores*. G
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlinf.config import PlanConfig
@@ -16,11 +17,18 @@ from rlinf.m2flow.graph import TRAIN, Graph, WorkerSpec
 from rlinf.m2flow.plan import Piped, Plan, Shared, Stage, load_plan
 from rlinf.m2flow.plan import devices as devices_of
 
+AUTO = "auto"
+
+
+def looked_for(cfg: PlanConfig, devices: int) -> bool:
+    """Whether there is a choice that a profile is needed for: on one device all groups take turns, in any case."""
+    return cfg.kind == AUTO and not cfg.file and devices > 1
+
 
 def choose(
     graph: Graph, cfg: PlanConfig, needs: Callable[[Plan], Mapping[str, int]], capacity: Sequence[int | None]
 ) -> Plan:
-    """The plan that a config asks for.
+    """The plan that a config asks for, where it needs no profile (`looked_for`).
 
     Args:
         graph: the workflow.
@@ -50,9 +58,13 @@ def _wanted(
         if over := sorted(devices_of(plan) - set(range(devices))):
             raise PlacementError(f"the plan {cfg.file} names device {over[0]}; there are {devices}, numbered from 0")
         return plan
+    if cfg.kind == AUTO:
+        if devices > 1:
+            raise PlacementError(f"plan=auto on {devices} devices follows from a profile; it was asked for without one")
+        cfg = replace(cfg, kind="collocated", granularity=cfg.granularity or _group(graph))
     if cfg.kind not in KINDS:
         raise ConfigError(
-            f"plan.kind={cfg.kind!r} is not one of {', '.join(KINDS)}; plan.file=... takes one of your own"
+            f"plan.kind={cfg.kind!r} is not one of {', '.join((AUTO, *KINDS))}; plan.file=... takes one of your own"
         )
 
     stays = KINDS[cfg.kind](graph, devices, cfg, cfg.swap == "always")
@@ -164,6 +176,11 @@ def _on_devices(graph: Graph) -> list[str]:
 
 def _without(graph: Graph) -> tuple[Stage, ...]:
     return tuple(_place(spec, ()) for spec in graph.workers.values() if not spec.cls.uses_device)
+
+
+def _group(graph: Graph) -> int:
+    """Rows that stay together, the most of all stages; 1 where none do. So finely can rows go to those who wait."""
+    return max((graph.lineage(node.index).group for node in graph.phase(TRAIN)), default=1) or 1
 
 
 def _makers(graph: Graph) -> list[str]:

@@ -41,6 +41,7 @@ def test_ppo_runs_over_two_nodes_and_leaves_the_cluster_as_it_was(two_nodes: Any
         "steps=2",
         "algorithm.kl_coef=0",
         "output_dir=out",
+        "plan=collocated",
         "cluster.nodes=2",
         env={"RAY_ADDRESS": two_nodes.address},
     )

@@ -89,11 +89,11 @@ def test_two_ranks_come_to_the_weights_of_one_and_take_over_its_checkpoint(tmp_p
     off = ("evaluation.before=false", "evaluation.after=false", "algorithm.kl_coef=0")
     arguments = ("+workflow=ppo", *off, "steps=3", "checkpoint.every=2")
     run(tmp_path / "one", *arguments)
-    run(tmp_path / "two", *arguments, "cluster.devices_per_node=2")
+    run(tmp_path / "two", *arguments, "plan=collocated", "cluster.devices_per_node=2")
     assert_near(weights(tmp_path / "two"), weights(tmp_path / "one"))
     # The second step's checkpoint of one rank goes on at tp=2.
     saved = tmp_path / "one" / "checkpoints" / "step-000002"
-    wider = ("actor.tp=2", "critic.tp=2", "rollout.dp=1", "cluster.devices_per_node=2")
+    wider = ("plan=collocated", "actor.tp=2", "critic.tp=2", "rollout.dp=1", "cluster.devices_per_node=2")
     assert run(tmp_path / "wide", *arguments, f"resume={saved}", *wider).steps == 3
     assert_near(weights(tmp_path / "wide"), weights(tmp_path / "one"))
 
@@ -151,6 +151,7 @@ def test_the_first_failure_is_shown_not_what_followed_from_it(
             tmp_path / "out",
             "workflow.target=failing_flow.flow",
             f"+workflow.args.how={how}",
+            "plan=collocated",
             "cluster.devices_per_node=2",
             "logger.console=lines",
         )

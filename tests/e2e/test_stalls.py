@@ -66,6 +66,7 @@ def flow(cfg):
 LIMITS = (
     "cluster.stall_s=2",
     "cluster.stall_end_s=2",
+    "plan=collocated",
     "cluster.devices_per_node=2",
     "steps=1",
     "workflow.target=stalling.flow",

@@ -51,6 +51,7 @@ def test_a_worker_whose_setup_hangs_ends_the_run_which_names_it(tmp_path: Path) 
         "model=tiny",
         "data=digits",
         "output_dir=out",
+        "plan=collocated",
         "cluster.devices_per_node=2",
         "cluster.start_timeout_s=12",
         "logger.console=lines",

@@ -303,13 +303,13 @@ def test_groups_are_swapped_only_where_memory_asks_for_it() -> None:
         assert isinstance(plan, Shared)
         return plan.swap
 
-    assert not swaps(PlanConfig(), 50)
-    assert swaps(PlanConfig(), 51)
-    assert swaps(PlanConfig(swap="always"), 1)
+    assert not swaps(PlanConfig("collocated"), 50)
+    assert swaps(PlanConfig("collocated"), 51)
+    assert swaps(PlanConfig("collocated", swap="always"), 1)
     with pytest.raises(PlacementError, match="device 0 would hold"):
-        swaps(PlanConfig(swap="never"), 51)
+        swaps(PlanConfig("collocated", swap="never"), 51)
     with pytest.raises(PlacementError, match="device 0 would hold"):
-        swaps(PlanConfig(), 101)
+        swaps(PlanConfig("collocated"), 101)
 
 
 def test_a_plan_file_is_taken_and_checked_against_the_devices(tmp_path: Path) -> None:
