@@ -41,7 +41,8 @@ def _mistakes(problem: Problem) -> Iterator[str]:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        yield f"the parts read one another in a cycle: {' -> '.join(reversed(error.args[1]))}; one of them must come first"
+        circle = " -> ".join(reversed(error.args[1]))
+        yield f"the parts read one another in a cycle: {circle}; one of them must come first"
     if not problem.pieces:
         yield "the problem has no granularity; {0: 1} is all rows at once"
     for size, pieces in problem.pieces.items():

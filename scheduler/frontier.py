@@ -70,14 +70,14 @@ class Search:
 
     # Results
 
-    def best(self) -> Iterator[tuple[tuple[float, ...], int]]:
-        """The best label, with what it is ranked by: (rank, label). Nothing where there is none."""
+    def best(self) -> int | None:
+        """The best label; ``None``: there is none."""
         labels = self.whole
         if self.family is not None and len(labels):
             wanted = {"collocated": NONE, "disaggregated": APART, "hybrid": BELOW}[self.family]
             labels = labels[self.table[labels, FORM] == wanted]
         if not len(labels):
-            return
+            return None
         rows = self.table[labels]
         seconds = np.asarray([float(f"{x:.11e}") for x in self._seconds(rows)])
         devices = rows[:, self._device].sum(axis=1)
@@ -88,8 +88,10 @@ class Search:
             "memory": [memory, seconds, devices, *simple],
             "devices": [devices, seconds, *simple, memory],
         }[self.by]
-        first = _first(keys)
-        yield tuple(float(key[first]) for key in keys), int(labels[first])
+        return int(labels[np.lexsort(keys[::-1])[0]])
+
+    def count(self, label: int, column: int) -> int:
+        return int(self.table[label, column])
 
     def seconds(self, label: int) -> float:
         return float(self._seconds(self.table[label : label + 1])[0])
@@ -200,32 +202,22 @@ class Search:
             for swapped in (False, True) if self.tight else (False,):
                 rows, options = self._leaves(index, swapped)
                 kept = self._kept(rows)
-                made = self._add(rows[kept], [LEAF] * len(kept), [-1] * len(kept), [-1] * len(kept))
-                self.part[made.start :] = [index] * len(kept)
-                self.option[made.start :] = [options[i] for i in kept]
-                self.found[some, swapped] = np.arange(made.start, made.stop)
+                added = self._add(rows[kept], [LEAF] * len(kept), [-1] * len(kept), [-1] * len(kept))
+                self.part[added.start :] = [index] * len(kept)
+                self.option[added.start :] = [options[i] for i in kept]
+                self.found[some, swapped] = np.arange(added.start, added.stop)
             return
-        swapped_in = None
+        a, b, flags = self._pairs(some, False)
+        made = [(SHARED, self._shared(a, b, flags), a, b), (PIPED, self._piped(a, b, flags), a, b)]
         if self.tight:
             a, b, flags = self._pairs(some, True)
-            shared, piped = self._shared(a, b, flags), self._piped(a, b, flags)
-            self.found[some, True] = self._keep([shared, piped], [SHARED, PIPED], a, b)
+            shared = self._shared(a, b, flags)
+            self.found[some, True] = self._keep([(SHARED, shared, a, b), (PIPED, self._piped(a, b, flags), a, b)])
             if (some & self.on_devices).bit_count() > 1:
-                swapped_in = shared.copy()
-                swapped_in[:, SWAPS] += 1
-                swapped_from = (a, b)
-        a, b, flags = self._pairs(some, False)
-        made = [self._shared(a, b, flags), self._piped(a, b, flags)]
-        if swapped_in is None:
-            self.found[some, False] = self._keep(made, [SHARED, PIPED], a, b)
-        else:
-            self.found[some, False] = self._keep(
-                [*made, swapped_in],
-                [SHARED, PIPED, SWAPPED],
-                a,
-                b,
-                *swapped_from,
-            )
+                away = shared.copy()
+                away[:, SWAPS] += 1
+                made.append((SWAPPED, away, a, b))
+        self.found[some, False] = self._keep(made)
 
     def _pairs(self, some: int, swapped: bool) -> tuple[Ints, Ints, Floats]:
         """All pairs of labels of all cuts; and of each pair: it is a pipe, rests add, both sides have devices."""
@@ -270,17 +262,14 @@ class Search:
         made[:, FORM] = np.where(flags[:, 2] > 0, APART, made[:, FORM])
         return made
 
-    def _keep(
-        self, groups: list[Floats], ops: list[int], a: Ints, b: Ints, a2: Ints | None = None, b2: Ints | None = None
-    ) -> Ints:
-        """Add those of some candidates that nothing beats."""
-        rows = np.concatenate(groups)
-        op = np.repeat(ops, [len(group) for group in groups])
-        left = np.concatenate([a, a, *([a2] if a2 is not None else [])])
-        right = np.concatenate([b, b, *([b2] if b2 is not None else [])])
+    def _keep(self, made: list[tuple[int, Floats, Ints, Ints]]) -> Ints:
+        """Add those that nothing beats, of candidates with these roots and what is below them."""
+        rows = np.concatenate([candidates for _, candidates, _, _ in made])
+        op = np.repeat([op for op, _, _, _ in made], [len(candidates) for _, candidates, _, _ in made])
+        left, right = (np.concatenate([one[side] for one in made]) for side in (2, 3))
         kept = self._kept(rows)
-        made = self._add(rows[kept], op[kept].tolist(), left[kept].tolist(), right[kept].tolist())
-        return np.arange(made.start, made.stop)
+        added = self._add(rows[kept], op[kept].tolist(), left[kept].tolist(), right[kept].tolist())
+        return np.arange(added.start, added.stop)
 
     def _add(self, rows: Floats, op: list[int], left: list[int], right: list[int]) -> slice:
         start = len(self.table)
@@ -333,11 +322,6 @@ def undominated(values: Floats, alike: Floats | None = None) -> Ints:
         values, labels = values[~worse], labels[~worse]
         alike = alike[~worse] if alike is not None else None
     return np.sort(np.asarray(kept, dtype=np.int64))
-
-
-def _first(keys: list[Floats]) -> int:
-    """The smallest by the first key, of equal ones by the next, and so on."""
-    return int(np.lexsort(keys[::-1])[0])
 
 
 def _members(some: int) -> Iterator[int]:

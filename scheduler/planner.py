@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rlinf.errors import PlacementError
 from rlinf.m2flow.plan import Piped, Plan, Shared, Stage, stages
 from rlinf.scheduler.checks import check, infeasible
-from rlinf.scheduler.frontier import LEAF, PIPED, SWAPPED, Search
+from rlinf.scheduler.frontier import LEAF, PIPED, PIPES, SWAPPED, SWAPS, Search
 from rlinf.scheduler.problem import Problem
 
 COLLOCATED, DISAGGREGATED, HYBRID = "collocated", "disaggregated", "hybrid"
@@ -54,6 +54,7 @@ class Choice:
         memory: kind -> bytes of its fullest device.
         devices: how many it uses.
         stream, rest: of an iteration.
+        swaps, pipes: nodes of the plan that swap, and that are piped.
     """
 
     plan: Plan
@@ -63,6 +64,8 @@ class Choice:
     devices: int
     stream: float
     rest: float
+    swaps: int = 0
+    pipes: int = 0
 
 
 def solve(problem: Problem, objective: Objective = TIME, family: str | None = None) -> Choice:
@@ -93,18 +96,68 @@ def solve(problem: Problem, objective: Objective = TIME, family: str | None = No
 
 
 def _best(problem: Problem, objective: Objective, family: str | None, bound: float | None) -> Choice | None:
-    best: tuple[tuple[float, ...], Choice] | None = None
-    if objective.kind == "time" and family is None:  # what all can do in turns bounds the rest
-        turns = _best(problem, objective, COLLOCATED, bound)
+    if objective.kind == "time" and any(size is not None for size in problem.capacity.values()):
+        return _fastest_that_fits(problem, family, bound)
+    best: Choice | None = None
+    for size in sorted(problem.pieces):
+        best = _better(best, _of_size(problem, size, objective, family, bound), objective)
+        if objective.kind == "time" and best is not None:
+            bound = best.seconds
+    return best
+
+
+def _fastest_that_fits(problem: Problem, family: str | None, bound: float | None) -> Choice | None:
+    """As if memory were no matter, first: where what is found fits, it is the best of more plans than there are.
+
+    Else no plan of a granularity is faster than that, which shows those that are not worth a search.
+    """
+    free = replace(problem, capacity={})
+    least = {size: _of_size(free, size, TIME, family, bound) for size in sorted(problem.pieces)}
+    found: Choice | None = None
+    for one in least.values():
+        found = _better(found, one, TIME)
+    if found is None or _fits(problem, found):
+        return found
+    if family is None:  # what can be had in turns bounds all others
+        first = min(problem.pieces)
+        turns = _of_size(problem, first, TIME, COLLOCATED, bound)
         bound = bound if turns is None else turns.seconds
-    for size, pieces in sorted(problem.pieces.items()):
-        search = Search(problem, size, pieces, family, objective.kind, bound)
-        for rank, label in search.best():
-            if best is None or rank < best[0]:
-                best = rank, _choice(problem, search, label, size)
-                if objective.kind == "time":
-                    bound = best[1].seconds
-    return None if best is None else best[1]
+    best: Choice | None = None
+    for lower in sorted((one for one in least.values() if one is not None), key=lambda one: one.seconds):
+        if bound is None or lower.seconds <= bound:
+            best = _better(best, _of_size(problem, lower.granularity, TIME, family, bound), TIME)
+            bound = bound if best is None else best.seconds
+    return best
+
+
+def _of_size(
+    problem: Problem, size: int, objective: Objective, family: str | None, bound: float | None
+) -> Choice | None:
+    search = Search(problem, size, problem.pieces[size], family, objective.kind, bound)
+    found = search.best()
+    return None if found is None else _choice(problem, search, found, size)
+
+
+def _better(one: Choice | None, other: Choice | None, objective: Objective) -> Choice | None:
+    """The first of two as good as one another."""
+
+    def rank(choice: Choice) -> tuple[float, ...]:
+        memory = max(choice.memory.values(), default=0)
+        seconds = float(f"{choice.seconds:.11e}")
+        simple = (choice.swaps, choice.pipes)
+        return {
+            "time": (seconds, choice.devices, *simple, memory),
+            "memory": (memory, seconds, choice.devices, *simple),
+            "devices": (choice.devices, seconds, *simple, memory),
+        }[objective.kind]
+
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=rank)
+
+
+def _fits(problem: Problem, choice: Choice) -> bool:
+    return all((most := problem.capacity.get(kind)) is None or size <= most for kind, size in choice.memory.items())
 
 
 def _choice(problem: Problem, search: Search, label: int, size: int) -> Choice:
@@ -118,6 +171,8 @@ def _choice(problem: Problem, search: Search, label: int, size: int) -> Choice:
         devices=len({device for stage in stages(plan) for device in stage.devices}),
         stream=stream,
         rest=rest,
+        swaps=search.count(label, SWAPS),
+        pipes=search.count(label, PIPES),
     )
 
 

@@ -1,4 +1,4 @@
-"""The planner's model once more, straight from its description: every tree, layout, granularity and swap, one by one."""
+"""The planner's model once more, from its description alone: every tree, layout, granularity and swap, one by one."""
 
 from __future__ import annotations
 
