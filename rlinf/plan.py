@@ -2,8 +2,8 @@
 
 It prints the workflow's stages with the fields that flow between them, the plan, the program of each group, and the
 time line that the programs would have. With ``--explain`` it looks for the best plan instead, and says why it is. Costs
-are those of a profile (given, or kept), of a run's ``costs.yaml``, or units. Ray, vLLM and models are not loaded; torch
-is, because the workflow's file imports the workers' classes.
+are those of a profile (given, or kept), of a run's ``costs.yaml``, or units. Ray, vLLM and models' weights are not
+loaded; torch is, because the workflow's file imports the workers' classes.
 
 Exit codes: 0 done; 2 the config, the plan, the profile or the costs are wrong.
 """

@@ -7,7 +7,7 @@ the running workers can take over, and has the runner change to it at the next m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rlinf.config import PlanConfig
 from rlinf.errors import RlinfError
 from rlinf.fleet import Fleet
 from rlinf.m2flow.executor import Report
-from rlinf.m2flow.plan import describe, save_plan
+from rlinf.m2flow.plan import Plan, describe, save_plan
 from rlinf.m2flow.record import Record
 from rlinf.m2flow.timeline import ordered
 from rlinf.scheduler.drift import Drift
@@ -23,6 +23,7 @@ from rlinf.scheduler.neighbours import neighbours
 from rlinf.scheduler.replan import Decision, Planned, replan
 
 SWITCHING_S = 1.0  # that a change of plans is thought to take before one was measured
+LOOKING = 0.05  # of the time that the run has left; looking for a better plan may take no more
 
 
 class Replanning:
@@ -79,7 +80,7 @@ class Replanning:
         if drifted := self._drift.found():
             why = "; ".join(map(str, drifted))
             try:
-                decision = self._replan({one.name: one.ratio for one in drifted}, left)
+                decision = self._replan({one.name: one.ratio for one in drifted}, left, LOOKING * left * seconds)
             except RlinfError as error:  # of a plan that runs there is no reason to be; the run goes on in any case
                 self.planned = self._drift = None
                 self.note(f"{why}: the run cannot be planned again ({error}); its plan stays")
@@ -90,7 +91,7 @@ class Replanning:
             else:
                 self.pending = decision
 
-    def _replan(self, ratios: dict[str, float], left: int) -> Decision:
+    def _replan(self, ratios: dict[str, float], left: int, limit_s: float) -> Decision:
         planned = self.planned
         assert planned is not None
         graph, compiled = self.fleet.graph, self.fleet.compiled
@@ -100,7 +101,7 @@ class Replanning:
             planned.plan,
             planned.model,
             ratios,
-            [other for other in others if self.fleet.takes(other)],
+            _for(limit_s, (other for other in others if self.fleet.takes(other))),
             planned.capacity,
             compiled.staleness,
             self._switching_s,
@@ -134,3 +135,12 @@ class Replanning:
         self.record.adopt(decision.judged.compiled, lines)
         self.note("\n".join(lines))
         self._expect(decision)
+
+
+def _for(limit_s: float, plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Plans, until so many seconds have gone by; one at least."""
+    end = time.monotonic() + limit_s
+    for plan in plans:
+        yield plan
+        if time.monotonic() > end:
+            return

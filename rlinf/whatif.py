@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rlinf.scheduler.profile import Identity, Profile
 
 Places = dict[str, tuple[int, ...]]
+Wanted = Callable[[], "Identity | None"]
+"""What a profile must be of, when it is asked for: telling reads the model's config."""
 UNIT = "unit"  # kind of the devices of a profile that nobody measured
 
 
@@ -70,8 +73,8 @@ def basis(graph: Graph, cfg: TrainConfig, asked: Asked) -> Basis:
     from rlinf.scheduler.whatif import change
 
     places, memory, about = ({}, {}, "") if asked.devices else _local(cfg)
-    identity = _identity(graph, cfg)
-    profile, note = _given(asked, identity, places) or _kept(identity, places) or (None, "")
+    wanted = partial(_identity, graph, cfg)
+    profile, note = _given(asked, wanted, places) or _kept(wanted, places) or (None, "")
     measured = profile is not None
     if profile is None:
         profile, note = _units(graph, cfg, asked.devices or places), _UNITS
@@ -117,21 +120,21 @@ _UNITS = (
 )
 
 
-def _given(asked: Asked, identity: Identity | None, places: Places) -> tuple[Profile, str] | None:
+def _given(asked: Asked, wanted: Wanted, places: Places) -> tuple[Profile, str] | None:
     from rlinf.scheduler.profile import check_identity, load_profile
 
     if asked.profile is None:
         return None
     found = load_profile(asked.profile)
-    if identity is not None:
+    if (identity := wanted()) is not None:
         check_identity(found, identity, places, asked.force, str(asked.profile))
     return found, f"Costs of the profile {asked.profile}."
 
 
-def _kept(identity: Identity | None, places: Places) -> tuple[Profile, str] | None:
+def _kept(wanted: Wanted, places: Places) -> tuple[Profile, str] | None:
     from rlinf.scheduler import cache
 
-    if identity is None or not places:
+    if not places or (identity := wanted()) is None:
         return None
     notes: list[str] = []
     found = cache.find(identity, places, notes.append)

@@ -123,8 +123,11 @@ def judge_all(
     Returns:
         Those that can be used, the fastest first (of equal ones the simplest); and the others, with the reason.
     """
-    found, refused = [], []
-    for plan in dict.fromkeys(plans):
+    found, refused, seen = [], [], set()
+    for plan in plans:  # as they come: some are made one at a time
+        if plan in seen:
+            continue
+        seen.add(plan)
         try:
             one = judge(graph, plan, model, staleness, in_flight)
         except PlacementError as error:

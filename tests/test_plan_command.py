@@ -26,7 +26,7 @@ def test_graph_plan_programs_and_time_line_are_printed(capsys: pytest.CaptureFix
         "WORKFLOW ppo",
         "<- rollout.generate: prompt_ids, response_ids",
         "weights of actor -> rollout",
-        "PLAN on 4 devices (what if: their memory is not known",
+        "PLAN on 4 x unit (what if)",
         "piped, 8 rows at a time:",
         "rollout: devices 0-1, dp=2",
         "acquire devices 2-3 (turn 1 of",

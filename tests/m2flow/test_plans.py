@@ -324,7 +324,7 @@ def test_a_plan_file_is_taken_and_checked_against_the_devices(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("cfg", "text"),
     [
-        (PlanConfig("hybird"), "plan.kind='hybird' is not one of collocated, disaggregated, hybrid"),
+        (PlanConfig("hybird"), "plan.kind='hybird' is not one of auto, collocated, disaggregated, hybrid"),
         (PlanConfig(swap="yes"), "plan.swap='yes' is not one of auto, always, never"),
         (PlanConfig(granularity=-1), "plan.granularity=-1"),
     ],

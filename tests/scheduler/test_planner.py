@@ -290,7 +290,8 @@ def test_without_a_plan_it_says_what_would_be_enough() -> None:
     parts = (Part("a", (gpu(1, 1.0, held=6 * gib),)), Part("b", (gpu(1, 1.0, held=9 * gib, work=gib),)))
     with pytest.raises(
         PlacementError,
-        match=r"no plan fits on 1 x gpu of 8.00 GiB; b alone takes 1 device of 10.00 GiB at least; enough would be memory of 10.00 GiB",
+        match=r"no plan fits on 1 x gpu of 8\.00 GiB; b alone takes 1 device of 10\.00 GiB at least; "
+        r"enough would be memory of 10\.00 GiB",
     ):
         solve(asked(*parts, capacity=8 * gib, count=1))
     wide = (Part("a", (gpu(4, 1.0),)),)
