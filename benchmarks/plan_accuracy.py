@@ -47,7 +47,7 @@ from rlinf.train import load_graph  # noqa: E402
 
 DEVICES = 2
 STILL = ("actor.optimizer.lr=1e-9", "critic.optimizer.lr=1e-9", "cluster.address=local", "logger.tensorboard=false")
-TINY = ("model=tiny", "data=digits", "rollout.engine=hf", "data.prompts_per_step=8", "rollout.samples_per_prompt=4")
+TINY = ("model=tiny", "data=digits", "rollout.engine=hf", "data.prompts_per_step=32", "rollout.samples_per_prompt=4")
 SMOLLM2 = ("model=smollm2", "data.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=16")
 ACCURACY = {
     "ppo, tiny": ("+workflow=ppo", *TINY, "rollout.max_new_tokens=24"),
@@ -60,7 +60,7 @@ CHOICE = {
     "training": ("+workflow=grpo", *TINY, "rollout.max_new_tokens=6", "algorithm.epochs=8", "algorithm.kl_coef=0.01"),
     "scoring": (
         *("+workflow=grpo", *TINY, "rollout.max_new_tokens=24"),
-        *("reward.scorer=benchmarks.workloads.scorer:score", "reward.params={seconds: 0.05}"),
+        *("reward.scorer=benchmarks.workloads.scorer:score", "+reward.params.seconds=0.02"),
     ),
     "simulating": (
         *("+workflow=ppo", *TINY, "workflow.target=benchmarks.workloads.simulator.simulator"),

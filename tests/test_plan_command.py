@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlinf.m2flow.costs import save_costs
 from rlinf.m2flow.simulate import Cost, Costs
@@ -71,6 +72,120 @@ def test_measured_costs_give_seconds_and_follow_the_config(capsys: pytest.Captur
 def test_this_machine_is_planned_for_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan=collocated", "cluster.gpus=never")
     assert "if it runs on this machine alone" in text
+
+
+GRPO = ("+workflow=grpo", "model=tiny", "data=digits", "cluster.gpus=never")
+
+
+def profile_of(folder: Path, **identity: str) -> str:
+    """A profile by hand: generation takes 8 s for 4 prompts on any number of devices, training 8 s for 32 rows on one."""
+    points = {
+        "rollout.generate": [{"kind": "big", "dp": n, "rows": max(4 // n, 1), "seconds": 8.0} for n in (1, 2, 4)],
+        "actor.train": [{"kind": "big", "rows": 1, "seconds": 0.25}, {"kind": "big", "rows": 32, "seconds": 8.0}],
+    }
+    found = {
+        "identity": {"workflow": "grpo", "model": "mine", **identity},
+        "kinds": {"big": {"memory": 2**36}},
+        "rows": {"host.source0": 4},
+        "stages": {name: {"points": own} for name, own in points.items()},
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(found))
+    return str(path)
+
+
+def test_the_best_plan_is_found_and_explained_from_a_profile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = profile_of(tmp_path)
+    assert main([*GRPO, "--explain", "--force", "--profile", mine, "--devices", "2"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        *("WORKFLOW grpo, on 2 x big (what if)", f"Costs of the profile {mine}.", "THE PLAN", "ITS TIME LINE"),
+        *("expected: ", " s an iteration", "THE BEST OF EACH FAMILY", "collocated:", "disaggregated:"),
+        "WHAT WOULD CHANGE THE CHOICE",
+    ):
+        assert part in text, part
+    assert "THE PLAN THAT WAS ASKED FOR" not in text
+
+
+def test_a_plan_that_is_named_stands_beside_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = profile_of(tmp_path)
+    assert main([*GRPO, "plan=disaggregated", "--explain", "--force", "--profile", mine, "--devices", "2"]) == 0
+    assert "THE PLAN THAT WAS ASKED FOR (disaggregated)" in capsys.readouterr().out
+
+
+def test_what_if_changes_times_as_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = ("plan=collocated", "--force", "--profile", profile_of(tmp_path), "--devices", "1")
+
+    def line(*arguments: str) -> str:
+        assert main([*GRPO, *mine, *arguments]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("TIME LINE"))
+
+    assert line() == "TIME LINE of 1 iteration, predicted: 16 s"
+    assert line("--slow", "actor.train=2") == "TIME LINE of 1 iteration, predicted: 24 s"
+    assert line("--slow", "rollout.generate=0.5", "--slow", "actor.train=2").endswith("20 s")
+    assert line("--batch", "8") == "TIME LINE of 1 iteration, predicted: 32 s"
+
+
+def test_without_a_choice_plan_auto_is_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = ("--force", "--profile", profile_of(tmp_path))
+    assert main([*GRPO, *mine, "--devices", "2"]) == 0
+    best = capsys.readouterr().out
+    assert "PLAN on 2 x big (what if)" in best
+    assert main([*GRPO, *mine, "--devices", "1"]) == 0
+    assert "devices 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--devices", "small=2"), "--devices small=2: the profile knows the kinds big"),
+        (("--devices", "2", "--slow", "actor.trian=2"), "actor.trian"),
+        (("--devices", "2", "--slow", "actor.train"), "--slow actor.train: expected name=factor"),
+        (("--devices", "2", "--slow", "actor.train=-1"), "-1"),
+        (("--devices", "2", "--lengths", "0"), "0"),
+        (("--devices", "2", "--memory", "0"), "--memory 0: expected GiB, above 0"),
+        (("--devices", "2", "plan.objective=speed", "--explain"), "plan.objective='speed' is not one of"),
+    ],
+)
+def test_a_what_if_that_makes_no_sense_is_refused(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*GRPO, "--force", "--profile", profile_of(tmp_path), *arguments]) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("error: ")
+    assert text in found.err
+
+
+@pytest.mark.parametrize(
+    ("identity", "text"),
+    [({}, "is of model 'mine'"), ({"workflow": "ppo"}, "is of workflow 'ppo', and this is for 'grpo'")],
+)
+def test_a_profile_of_something_else_is_refused(
+    identity: dict[str, str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*GRPO, "--profile", profile_of(tmp_path, **identity), "--devices", "2"]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rows": {"host.source0": 0}}, "rows: found {'host.source0': 0}, expected 1 or more"),
+        ({"stages": {"actor.train": {"points": [{"kind": "big", "rows": 1, "seconds": 0}]}}}, "seconds"),
+        ({"stages": {"actor.train": {"points": [{"kind": "big", "rows": 1, "seconds": -2}]}}}, "-2"),
+        ({"colour": "red"}, "colour: there is no such key"),
+        ({"kinds": {}}, "kinds"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused(
+    change: dict[str, object], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = Path(profile_of(tmp_path))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
+    assert main([*GRPO, "--force", "--profile", str(path), "--devices", "2"]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

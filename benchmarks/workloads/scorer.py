@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlinf.rewards.scorers import char_fraction
 
-def score(response: str, answer: object, question: str, metadata: dict[str, Any], *, seconds: float) -> float:
-    """The share of the response that is made of digits below 5, after ``seconds``."""
+
+def score(
+    response: str, answer: object, question: str, metadata: dict[str, Any], *, characters: str, seconds: float
+) -> float:
+    """The share of the response that is made of these characters, after ``seconds``."""
     time.sleep(seconds)
-    return sum(character in "01234" for character in response) / max(len(response), 1)
+    return char_fraction(response, answer, question, metadata, characters=characters)
