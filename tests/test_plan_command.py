@@ -78,7 +78,7 @@ GRPO = ("+workflow=grpo", "model=tiny", "data=digits", "cluster.gpus=never")
 
 
 def profile_of(folder: Path, **identity: str) -> str:
-    """A profile by hand: generation takes 8 s for 4 prompts on any number of devices, training 8 s for 32 rows on one."""
+    """By hand: generation takes 8 s for 4 prompts on any number of devices, training 8 s for 32 rows on one."""
     points = {
         "rollout.generate": [{"kind": "big", "dp": n, "rows": max(4 // n, 1), "seconds": 8.0} for n in (1, 2, 4)],
         "actor.train": [{"kind": "big", "rows": 1, "seconds": 0.25}, {"kind": "big", "rows": 32, "seconds": 8.0}],
