@@ -186,8 +186,11 @@ def choice(case: str, overrides: Sequence[str], effort: Effort, folder: Path) ->
 
 
 def ranking(runs: Sequence[Run]) -> list[bool]:
-    """Of each two plans of a case that differ by over a tenth: whether the faster one was predicted to be."""
-    pairs = [pair for pair in combinations(runs, 2) if pair[0].case == pair[1].case]
+    """Of each two plans of a case that differ by over a tenth: whether the faster one was predicted to be.
+
+    Two that are predicted to take the same are one plan under two names: they differ by the noise of the machine.
+    """
+    pairs = [(a, b) for a, b in combinations(runs, 2) if a.case == b.case and a.predicted != b.predicted]
     return [
         (a.predicted < b.predicted) == (a.seconds < b.seconds)
         for a, b in pairs

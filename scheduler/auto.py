@@ -1,28 +1,30 @@
 """The best plan: what the planner finds in each family and granularity, and what ships, judged by simulation. Pure.
 
 The planner is exact over its model, a formula (`rlinf.scheduler.problem`). What it leaves out, turns that wait for one
-another or the end of a pipe, the simulator has; so its plans, one of each family and granularity, are simulated beside
-those that ship, and the simulator's figure decides.
+another within a pipe or at its end, the simulator has; so its plans, one of each family and granularity, are simulated
+beside those that ship and those that are near the best of them, and the simulator's figure decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rlinf.config import PlanConfig
 from rlinf.errors import PlacementError
 from rlinf.m2flow.graph import Graph
-from rlinf.m2flow.plan import Plan
+from rlinf.m2flow.plan import Piped, Plan, nodes, stages
 from rlinf.scheduler.ask import problem, sizes
 from rlinf.scheduler.cost import CostModel
-from rlinf.scheduler.judge import FAMILIES, Judged, judge_all, simplicity
+from rlinf.scheduler.judge import FAMILIES, Judged, judge_all, ranked, simplicity
+from rlinf.scheduler.neighbours import neighbours
 from rlinf.scheduler.planner import TIME, Objective, flat, solve
 from rlinf.scheduler.problem import Problem
 from rlinf.scheduler.profile import Profile
 from rlinf.scheduler.shipped import KINDS
 
+NEAR, RANKS = 120, 64  # plans near the best that are simulated too; ranks beyond which that would take long
 EQUAL = 0.01  # of an iteration; a simulation is no better, and of equal plans the simplest is taken
 
 
@@ -98,23 +100,37 @@ def find(ground: Ground, objective: Objective = TIME) -> Found:
     """
     planned, impossible = _planned(ground, objective)
     ships = dict(shipped(ground))
-    judged, refused = judge_all(
-        ground.graph,
-        [*planned, *ships.values()],
-        ground.model,
-        ground.bytes_of,
-        ground.staleness,
-        ground.in_flight,
-    )
+    judged, refused = _judged(ground, [*planned, *ships.values()])
     if not judged:
         if not planned:
-            raise next(iter(impossible.values()))
+            solve(ground.problem, objective)  # it fails, and says what would be enough for any plan
         raise PlacementError(f"no plan fits; of {len(refused)} the first: {refused[0][1]}")
+    for look in (_near, _other_sizes):
+        known = {one.plan for one in judged}
+        more, others = _judged(ground, (p for p in look(ground, pick(judged, objective).plan) if p not in known))
+        judged, refused = ranked([*judged, *more]), [*refused, *others]
     families: dict[str, Judged | str] = {}
     for name in FAMILIES:
         own = [one for one in judged if one.family == name]
         families[name] = pick(own, objective) if own else str(impossible.get(name, "none of its plans fits"))
     return Found(pick(judged, objective), families, tuple(judged), tuple(refused), ships)
+
+
+def _judged(ground: Ground, plans: Iterable[Plan]) -> tuple[list[Judged], list[tuple[Plan, str]]]:
+    return judge_all(ground.graph, plans, ground.model, ground.bytes_of, ground.staleness, ground.in_flight)
+
+
+def _near(ground: Ground, plan: Plan) -> list[Plan]:
+    """Plans with the layouts and granularities of this one: other turns, and other groups apart."""
+    if sum(stage.ranks for stage in stages(plan)) > RANKS:
+        return []
+    own = tuple({node.granularity for node in nodes(plan) if isinstance(node, Piped)}) or ground.granularities[:2]
+    return neighbours(ground.graph, plan, own, devices=ground.kind_of, most=NEAR)
+
+
+def _other_sizes(ground: Ground, plan: Plan) -> list[Plan]:
+    """The same plan with each granularity: those come first among its neighbours."""
+    return neighbours(ground.graph, plan, ground.granularities, most=len(ground.granularities))
 
 
 def pick(judged: list[Judged], objective: Objective) -> Judged:

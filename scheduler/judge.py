@@ -139,7 +139,12 @@ def judge_all(
             refused.append((plan, f"device {device} would hold {size / 2**30:.2f} GiB at its fullest, of {have:.2f}"))
         else:
             found.append(one)
-    return sorted(found, key=lambda one: (round(one.seconds, 9), simplicity(one.plan), str(one.plan))), refused
+    return ranked(found), refused
+
+
+def ranked(judged: Iterable[Judged]) -> list[Judged]:
+    """The fastest first, of equal ones the simplest."""
+    return sorted(judged, key=lambda one: (round(one.seconds, 9), simplicity(one.plan), str(one.plan)))
 
 
 def family(plan: Plan) -> str:

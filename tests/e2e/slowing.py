@@ -1,4 +1,4 @@
-"""A workflow of three groups that take known times, one of which becomes five times as slow in the middle of a run."""
+"""A workflow of four groups that take known times, one of which becomes five times as slow in the middle of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlinf.scheduler.profile import Identity, Kind, Point, Profile, StageProfile
 from rlinf.worker import Worker, stage
 
 ROWS = 8
-ROW = {"maker.make": 0.06, "rater.rate": 0.025, "learner.learn": 0.035}  # seconds
+ROW = {"maker.make": 0.04, "judge.judge": 0.04, "rater.rate": 0.02, "learner.learn": 0.02}  # seconds
 TIMES = 5  # as slow
 
 
@@ -57,6 +57,13 @@ class Maker(Worker):
             yield Batch({"row_id": batch["row_id"][row : row + 1], "y": 2 * batch["x"][row : row + 1]})
 
 
+class Judge(Worker):
+    @stage(reads=("y",), writes=("verdict",))
+    def judge(self, batch: Batch) -> Batch:
+        time.sleep(ROW["judge.judge"] * batch.n)
+        return Batch({"verdict": batch["y"] + 2})
+
+
 class Rater(Worker):
     cfg: Settings
 
@@ -69,7 +76,7 @@ class Rater(Worker):
 
 
 class Learner(Worker):
-    @stage(reads=("rating",), updates=True, streams=True)
+    @stage(reads=("rating", "verdict"), updates=True, streams=True)
     def learn(self, rows: Batch | Iterable[Batch]) -> None:
         for batch in [rows] if isinstance(rows, Batch) else rows:
             time.sleep(ROW["learner.learn"] * batch.n)
@@ -78,8 +85,9 @@ class Learner(Worker):
 
 def graph_of(slow_from: int) -> Graph:
     flow = Workflow("slowing")
-    maker, rater, learner = flow.worker(Maker), flow.worker(Rater, Settings(slow_from)), flow.worker(Learner)
-    learner.learn(rater.rate(maker.make(flow.source(Numbers()))))
+    maker, judge = flow.worker(Maker), flow.worker(Judge)
+    rater, learner = flow.worker(Rater, Settings(slow_from)), flow.worker(Learner)
+    learner.learn(judge.judge(rater.rate(maker.make(flow.source(Numbers())))))
     return flow.build()
 
 

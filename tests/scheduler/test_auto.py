@@ -26,18 +26,18 @@ SLOWING = Ground(slowing.graph_of(0), slowing.known(), {"cpu": (0, 1)})
 
 
 def test_groups_on_one_device_each_are_piped_as_the_times_say() -> None:
-    # 0.48 s of making beside 8 x (0.025 + 0.035) s of what follows, and the last row's 0.06 s
+    # 0.32 s of making and then 0.16 s of rating beside 0.32 s of judging; then 0.16 s of learning
     best = find(SLOWING).best
-    assert best.seconds == pytest.approx(0.54, rel=0.02)
+    assert best.seconds == pytest.approx(0.64, rel=0.01)
     assert best.family == DISAGGREGATED
     where = {stage.worker: stage.devices for stage in stages(best.plan)}
-    assert where["rater"] == where["learner"] != where["maker"]
-    # with a rater 5 times as slow, 1 s of it beside 0.76 s of the others, the first row's 0.06 s and the last's 0.035 s
+    assert where["maker"] == where["rater"] != where["judge"] == where["learner"]
+    # with a rater 5 times as slow, 0.8 s of it beside the others, the first row's 0.04 s and the last's 0.02 s
     slow = replace(SLOWING, profile=change(SLOWING.profile, SLOWING.graph, slow={"rater.rate": 5.0}))
     best = find(slow).best
-    assert best.seconds == pytest.approx(1.095, rel=0.02)
+    assert best.seconds == pytest.approx(0.86, rel=0.01)
     where = {stage.worker: stage.devices for stage in stages(best.plan)}
-    assert where["maker"] == where["learner"] != where["rater"]
+    assert where["maker"] == where["judge"] == where["learner"] != where["rater"]
 
 
 def test_the_best_is_the_fastest_that_was_simulated_and_no_plan_that_ships_is_faster() -> None:
@@ -45,7 +45,8 @@ def test_the_best_is_the_fastest_that_was_simulated_and_no_plan_that_ships_is_fa
         found = find(ground)
         least = min(one.seconds for one in found.judged)
         assert found.best.seconds <= least * 1.01
-        assert list(found.judged) == sorted(found.judged, key=lambda one: one.seconds)
+        each = [round(one.seconds, 9) for one in found.judged]
+        assert each == sorted(each)
         assert set(found.families) == set(FAMILIES)
         for name, one in found.families.items():
             assert isinstance(one, str) or one.family == name
@@ -64,7 +65,9 @@ def test_other_objectives_take_less_memory_or_fewer_devices() -> None:
 
 
 def test_of_plans_that_are_as_fast_the_simplest_is_taken() -> None:
-    one = judge(SLOWING.graph, Shared(tuple(Stage(n, (0,)) for n in ("maker", "rater", "learner"))), SLOWING.model)
+    one = judge(
+        SLOWING.graph, Shared(tuple(Stage(n, (0,)) for n in ("maker", "rater", "judge", "learner"))), SLOWING.model
+    )
     other = replace(one, plan=Piped((one.plan.parts[0], Shared(one.plan.parts[1:])), 1), seconds=one.seconds * 0.995)
     assert pick([other, one], TIME) is one
     assert pick([replace(other, seconds=one.seconds * 0.9), one], TIME) is not one
@@ -87,7 +90,7 @@ def test_the_explanation_holds_the_plan_its_rivals_and_why_they_lost() -> None:
     asked = judge(SLOWING.graph, find(replace(SLOWING, places={"cpu": (0,)})).best.plan, SLOWING.model)
     text = "\n".join(explained(found, SLOWING, Look(90), asked))
     for part in (
-        *("THE PLAN", "expected: 0.5", "ITS TIME LINE", "devices 0:", "THE BEST OF EACH FAMILY"),
+        *("THE PLAN", "expected: 0.64 s", "ITS TIME LINE", "idle", "THE BEST OF EACH FAMILY"),
         *("disaggregated: the plan above", "collocated: 0.96 s, +", "THE PLAN THAT WAS ASKED FOR (collocated)"),
         "WHAT WOULD CHANGE THE CHOICE",
     ):
@@ -110,26 +113,26 @@ def test_uncertainty_is_that_of_the_stages() -> None:
     assert uncertainty(find(PPO).best, PPO) > 0.0  # the maker's had a spread, other layouts were not measured
 
 
-def flipped(ground: Ground, flip: Flip, factor: float) -> str:
-    """The family of the best plan with the cost changed by a factor."""
-    name = flip.what
-    if name == "lengths":
-        changed = change(ground.profile, ground.graph, lengths=factor)
-    elif name.startswith("rows"):
-        changed = change(ground.profile, ground.graph, rows=round(max(ground.profile.rows.values()) * factor))
+def changed(ground: Ground, flip: Flip, factor: float) -> Ground:
+    """With the cost in question some times as high."""
+    if flip.what == "lengths":
+        profile = change(ground.profile, ground.graph, lengths=factor)
+    elif flip.what.startswith("rows"):
+        profile = change(ground.profile, ground.graph, rows=round(max(ground.profile.rows.values()) * factor))
     else:
-        changed = change(ground.profile, ground.graph, slow={name: factor})
-    return find(replace(ground, profile=changed)).best.family
+        profile = change(ground.profile, ground.graph, slow={flip.what: factor})
+    return replace(ground, profile=profile)
 
 
-def test_past_a_factor_that_changes_the_choice_the_whole_search_chooses_otherwise() -> None:
+def test_past_a_factor_that_changes_the_choice_the_whole_search_finds_a_faster_plan() -> None:
     found = find(PPO)
     seen = [flip for flip in flips(found, PPO) if isinstance(flip, Flip)]
     assert seen
-    for flip in seen:
+    for flip in seen[:3]:
         assert flip.family != found.best.family
-        further = flip.factor * (1.15 if flip.factor > 1 else 1 / 1.15)
-        assert flipped(PPO, flip, further) != found.best.family, str(flip)
+        ground = changed(PPO, flip, flip.factor * (1.15 if flip.factor > 1 else 1 / 1.15))
+        mine = judge(ground.graph, found.best.plan, ground.model)
+        assert find(ground).best.seconds < mine.seconds * 0.995, str(flip)
 
 
 def test_other_numbers_of_devices_are_tried() -> None:
