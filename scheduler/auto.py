@@ -172,8 +172,18 @@ def shipped(ground: Ground) -> Iterator[tuple[str, Plan]]:
                     cfg = PlanConfig(kind=name, granularity=size, maker_devices=first)
                     label = f"{name}{f', {first} for makers' if first else ''}, {size or 'all'} rows at a time"
                     plan = _made(make, ground.graph, count, cfg, swap)
-                    if plan is not None:
+                    if plan is not None and _measured(ground, plan):
                         yield f"{label}{', swapped' if swap else ''}", plan
+
+
+def _measured(ground: Ground, plan: Plan) -> bool:
+    """Whether its groups have tensor-parallel degrees that were measured, or that the workflow asks for."""
+    return all(
+        stage.tp in ground.model.degrees(stage.worker, ground.kind_of[stage.devices[0]])
+        or ground.graph.workers[stage.worker].tp > 1
+        for stage in stages(plan)
+        if stage.devices
+    )
 
 
 def _made(

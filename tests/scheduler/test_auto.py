@@ -148,5 +148,16 @@ def test_granularity_and_swaps_are_those_that_are_asked_for() -> None:
     assert not any(name.endswith("swapped") for name in find(replace(PPO, swap="never")).shipped)
 
 
+def test_plans_that_ship_are_left_out_where_their_tensor_parallel_degree_was_not_measured() -> None:
+    maker = PROFILE.stages["maker.make"]
+    wide = maker.model_copy(update={"points": tuple(p for p in maker.points if p.tp == 2 and not p.beside)})
+    ground = replace(PPO, profile=PROFILE.model_copy(update={"stages": {**PROFILE.stages, "maker.make": wide}}))
+    assert find(PPO).shipped
+    found = find(ground)
+    assert not found.shipped
+    degrees = {stage.tp for one in found.judged for stage in stages(one.plan) if stage.worker == "maker"}
+    assert degrees == {2}
+
+
 def walk(plan: Piped | Shared | Stage) -> list[Piped | Shared | Stage]:
     return [plan] if isinstance(plan, Stage) else [plan, *(node for part in plan.parts for node in walk(part))]
