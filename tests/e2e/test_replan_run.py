@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_group_that_becomes_slow_gets_a_device_of_its_own(tmp_path: Path, capf
     expected = [step["plan/expected_s"] for step in steps]
     assert len(set(expected[:at])) == 1
     assert expected[-1] > expected[0]
-    assert "rater.rate took 5 times what was predicted" in said
+    assert re.search(r"rater\.rate took [45]\S* times what was predicted", said)
     assert f"plan from step {at + 1} on" in said
     assert {step["learner/ratings"] for step in steps} == {
         float(sum(2 * row + 1 for row in range(8 * i, 8 * i + 8))) for i in range(len(steps))
