@@ -30,16 +30,18 @@ class Settings:
 
 
 class Numbers:
+    """So many rows an iteration, numbered on and on."""
+
     writes = ("x",)
 
-    def __init__(self) -> None:
-        self.made = 0
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows, self.made = rows, 0
 
     def setup(self) -> None: ...
 
     def next_batch(self) -> Batch:
-        rows = torch.arange(self.made, self.made + ROWS)
-        self.made += ROWS
+        rows = torch.arange(self.made, self.made + self.rows)
+        self.made += self.rows
         return Batch({"row_id": rows, "x": rows.clone()})
 
     def state(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from rlinf.batch import Batch, Ragged
 from rlinf.m2flow.graph import Graph, Workflow
 from rlinf.worker import Worker, stage
+from tests.e2e.slowing import Numbers
 
 ROWS, SAMPLES = 4, 2
 FIXED, ROW = 0.02, {"make": 0.04, "score": 0.01, "rate": 0.03, "learn": 0.02}  # seconds of a call, and of a row
@@ -26,25 +27,6 @@ class Settings:
 
     max_num_seqs: int = 3
     fails: bool = False
-
-
-class Numbers:
-    writes = ("x",)
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def setup(self) -> None: ...
-
-    def next_batch(self) -> Batch:
-        rows = torch.arange(self.made, self.made + ROWS)
-        self.made += ROWS
-        return Batch({"row_id": rows, "x": torch.zeros(ROWS)})
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Slow(Worker):
@@ -120,6 +102,6 @@ def graph_of(fails: bool = False) -> Graph:
     maker = flow.worker(Maker, Settings(fails=fails), dp=0)
     scorer = flow.worker(Scorer)
     rater, learner = flow.worker(Rater, dp=0), flow.worker(Learner, dp=0)
-    learner.learn(rater.rate(scorer.score(maker.make(flow.source(Numbers())))))
+    learner.learn(rater.rate(scorer.score(maker.make(flow.source(Numbers(ROWS))))))
     flow.sync(learner, maker)
     return flow.build()
