@@ -29,7 +29,7 @@ from rlinf.scheduler.readings import (
     which,
 )
 
-ITERATIONS = 4  # at most, that count
+ITERATIONS = 6  # at most, that count
 REPEATS = 5  # of a call, at most
 _SMALL = 0.02  # of an iteration; how well a stage's time is known matters only above that
 _PINGS = (1 << 12, 1 << 23)  # bytes

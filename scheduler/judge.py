@@ -168,9 +168,14 @@ def _with_devices(plan: Plan) -> Plan | None:
     return Piped(tuple(parts), plan.granularity) if isinstance(plan, Piped) else Shared(tuple(parts), plan.swap)
 
 
-def simplicity(plan: Plan) -> tuple[int, int]:
-    """How simple a plan is: pipes in it, devices that it uses."""
-    return sum(isinstance(node, Piped) for node in nodes(plan)), sum(len(stage.devices) for stage in stages(plan))
+def simplicity(plan: Plan) -> tuple[int, int, int]:
+    """How simple a plan is: pipes in it, devices that it uses, orders of turns that are not the workflow's own."""
+    every = list(nodes(plan))
+    return (
+        sum(isinstance(node, Piped) for node in every),
+        sum(len(stage.devices) for stage in stages(plan)),
+        sum(isinstance(node, Shared) and bool(node.order) for node in every),
+    )
 
 
 def _end(spans: Mapping[RankId, Sequence[Span]]) -> float:

@@ -17,7 +17,7 @@ from rlinf.m2flow.timeline import Doing, Execution, RankId
 from rlinf.scheduler.measure import Facts, Took, Which
 from rlinf.scheduler.profile import Held, Identity, Kind, Point, Profile, StageProfile, SyncPoint, Tail, Transfer
 
-SETTLED = 0.1  # of the median: half the distance between the quartiles, below which a time is known well enough
+SETTLED = 0.1  # of a call's time: as much as calls that are alike may differ, and how much slower a first one may be
 QUANTILES = 20  # steps between the shortest and the longest sequence
 _LEAST = 1e-6  # seconds; a clock that was set back
 
@@ -44,7 +44,7 @@ class Sample:
     """Calls that are alike.
 
     Attributes:
-        seconds: of each call, of the slowest rank.
+        seconds: of each call, of the slowest rank, in the order in which they were made.
         transient: the most bytes that a rank's device held in one beyond what stays; ``None``: nobody looked.
     """
 
@@ -52,19 +52,35 @@ class Sample:
     transient: int | None = None
 
     @property
+    def warm(self) -> list[float]:
+        """Seconds of the calls without the first ones that were slower than those that followed.
+
+        Memory is still mapped and caches fill then; two calls are left at least.
+        """
+        first = 0
+        while len(self.seconds) - first > 2 and self.seconds[first] > (1 + SETTLED) * _median(
+            self.seconds[first + 1 :]
+        ):
+            first += 1
+        return self.seconds[first:]
+
+    @property
     def median(self) -> float:
-        return float(np.median(self.seconds))
+        return _median(self.warm)
 
     @property
     def spread(self) -> float:
         """Half the distance between the quartiles."""
-        low, high = np.percentile(self.seconds, (25, 75))
+        low, high = np.percentile(self.warm, (25, 75))
         return float(high - low) / 2
 
     @property
     def settled(self) -> bool:
-        """Several calls took about as long."""
-        return len(self.seconds) > 1 and self.spread <= SETTLED * self.median
+        """Several calls took about as long, the last two among them: it does not become faster any more."""
+        if len(self.seconds) < 2:
+            return False
+        low, high = sorted(self.seconds[-2:])
+        return high <= (1 + SETTLED) * low and self.spread <= SETTLED * self.median
 
 
 @dataclass
@@ -180,6 +196,10 @@ class Readings:
         if larger := [rows for rows in known if rows >= key.rows]:
             return known[min(larger)]
         return round(known[max(known)] * key.rows / max(known)) if known else 0
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds))
 
 
 Looked = Mapping[tuple[str, RankId], tuple[int, float]]

@@ -64,10 +64,32 @@ def test_smaller_calls_are_a_unit_a_half_and_a_quarter_in_whole_units(full: int,
     assert smaller(full, unit) == wanted
 
 
-def test_a_sample_is_settled_when_its_middle_half_is_close_together() -> None:
-    assert not Sample([1.0]).settled
-    assert Sample([1.0, 1.1, 1.2]).settled  # quartiles 1.05 and 1.15: 0.05 of 1.1
-    assert not Sample([1.0, 1.5, 2.0]).settled  # 1.25 and 1.75: 0.25 of 1.5
+@pytest.mark.parametrize(
+    ("seconds", "settled"),
+    [
+        ([1.0], False),
+        ([1.0, 1.09], True),
+        ([1.0, 1.11], False),  # the last two
+        ([1.0, 1.1, 1.2], True),  # quartiles 1.05 and 1.15: 0.05 of 1.1
+        ([1.0, 1.5, 2.0, 2.0], False),  # 1.375 and 2: 0.31 of 1.75
+        ([1.0, 3.0, 1.0, 1.0, 1.0], True),  # one call that was disturbed
+        ([14.1, 11.1], False),
+        ([14.1, 11.1, 9.5, 8.5], False),  # still becoming faster
+        ([14.1, 11.1, 9.5, 8.5, 8.3], True),
+    ],
+)
+def test_a_sample_is_settled_when_its_middle_half_is_close_together_and_its_last_two(
+    seconds: list[float], settled: bool
+) -> None:
+    assert Sample(seconds).settled is settled
+
+
+def test_first_calls_that_were_slower_do_not_count() -> None:
+    becoming = Sample([14.1, 11.1, 9.5, 8.5, 8.3])
+    assert becoming.warm == [8.5, 8.3]
+    assert (becoming.median, becoming.spread) == (pytest.approx(8.4), pytest.approx(0.05))
+    assert Sample([14.1, 11.1]).median == pytest.approx(12.6)  # two are left at least
+    assert Sample([1.05, 1.0, 9.0, 1.0]).warm == [1.05, 1.0, 9.0, 1.0]  # not only first ones are slow at times
     assert Sample([1.0, 1.5, 2.0]).spread == pytest.approx(0.25)
 
 
